@@ -1,0 +1,41 @@
+"""Runs meshfit: `python main.py --config=configs/tiny.py --workdir=runs/tiny`, with `--config.FIELD=VALUE` on top."""
+
+import pathlib
+import sys
+
+from absl import app, flags
+
+from configs import command_line
+from configs.schema import InputError
+
+CONFIG = command_line.define_config()
+WORKDIR = flags.DEFINE_string("workdir", None, "Folder that everything a run writes goes under.")
+MODE = flags.DEFINE_enum("mode", "train", ["train", "evaluate"], "What to do.")
+COORDINATOR = flags.DEFINE_string("coordinator_address", "", "host:port of process 0, where several processes run together.")
+NUM_PROCESSES = flags.DEFINE_integer("num_processes", 0, "How many processes run together.")
+PROCESS_ID = flags.DEFINE_integer("process_id", -1, "Which of them this is, counted from 0.")
+
+
+def main(_) -> None:
+    config = CONFIG.value
+    # Imported once the config is known to be good: JAX takes seconds.
+    from parallel import mesh as meshes
+
+    meshes.start(config, COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value)
+    mesh = meshes.make_mesh(config)
+    import train
+
+    run = {"train": train.train, "evaluate": train.evaluate_newest}[MODE.value]
+    run(config, mesh, pathlib.Path(WORKDIR.value).absolute())
+
+
+def _run(argv) -> int | None:
+    try:
+        return main(argv)
+    except InputError as error:
+        print(f"meshfit: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    app.run(_run, flags_parser=command_line.parse)

@@ -1,0 +1,113 @@
+"""What a run shows and keeps: lines and a progress bar on the terminal, `metrics.jsonl` in the workdir.
+
+Only process 0 writes and prints.
+"""
+
+import json
+import os
+import pathlib
+import time
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+# Wide where the output is no terminal: nobody gains from lines folded in a log file.
+console = Console(soft_wrap=True, highlight=False, markup=False)
+
+
+def say(text: str) -> None:
+    """Prints a line, from process 0 only."""
+    if jax.process_index() == 0:
+        console.print(text)
+
+
+class MetricsFile:
+    """WORKDIR/metrics.jsonl: one JSON object a line, each with its `step`.
+
+    Opening it drops the rows after `last_step` (those of steps that are about to be done again) and a last
+    line that was cut off, so that the file never has a step twice. Nothing is written by other processes.
+    """
+
+    def __init__(self, workdir: pathlib.Path, last_step: int):
+        self._file = None
+        if jax.process_index() != 0:
+            return
+        path = workdir / "metrics.jsonl"
+        kept = [row for row in read_rows(path) if row["step"] <= last_step]
+        fresh = path.with_suffix(".jsonl.tmp")
+        fresh.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        os.replace(fresh, path)
+        self._file = path.open("a")
+
+    def write(self, row: dict) -> None:
+        if self._file:
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+
+
+def read_rows(path: pathlib.Path) -> list[dict]:
+    """The rows of a metrics file, none if there is no file. A last line that was cut off is left out."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+class Reporter:
+    """A context manager that turns the metrics of steps into rows of the file and a live progress line.
+
+    On a terminal the progress is a bar; elsewhere it is a line every `log_every_steps`.
+    """
+
+    def __init__(self, workdir: pathlib.Path, first_step: int, steps: int, log_every_steps: int):
+        self._file = MetricsFile(workdir, first_step)
+        self._steps, self._every = steps, log_every_steps
+        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[text]}"))
+        self._bar = Progress(*columns, console=console, disable=not console.is_terminal or jax.process_index() != 0)
+        self._task = self._bar.add_task("", total=steps, completed=first_step, text="")
+        self._time = time.perf_counter()
+
+    def __enter__(self) -> "Reporter":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._bar.stop()
+        self._file.close()
+
+    def step(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        """Records step `step`. Waits until its metrics are there, so call it once the next step is under way."""
+        row = {"step": step} | {name: float(value) for name, value in metrics.items()}
+        now = time.perf_counter()
+        row["step_seconds"], self._time = now - self._time, now
+        row["tokens_per_second"] = row["tokens"] / row["step_seconds"]
+        self._file.write(row)
+        text = f"loss {row['loss']:.3f}  {row['tokens_per_second']:,.0f} tokens/s"
+        self._bar.update(self._task, completed=step, text=text)
+        if not console.is_terminal and (step % self._every == 0 or step == self._steps):
+            say(f"step {step:>{len(str(self._steps))}}/{self._steps}  {text}  learning rate {row['learning_rate']:.2e}")
+
+    def evaluation(self, step: int, results: dict[str, float]) -> None:
+        """Records an evaluation after `step` steps."""
+        self._file.write({"step": step} | results)
+        say(f"step {step}: {describe(results)}")
+
+    def restart_clock(self) -> None:
+        """Leaves out of the next step's time what came between (an evaluation, a save)."""
+        self._time = time.perf_counter()
+
+
+def describe(results: dict[str, float]) -> str:
+    """The results of an evaluation for people."""
+    return (
+        f"held-out loss {results['eval_loss']:.4f} nats a token, perplexity {results['eval_perplexity']:.3f}, "
+        f"{results['eval_bits_per_byte']:.4f} bits per byte ({results['eval_tokens']:,.0f} tokens)"
+    )

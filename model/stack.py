@@ -1,0 +1,123 @@
+"""The checkpointed block, and the stack of them: nn.scan over layers, one nn.checkpoint policy a segment."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Consecutive layers under one policy: the names in `save` stay on the device, all else is recomputed.
+
+    `save=None` takes the layers out of nn.checkpoint: every residual of the backward pass is kept.
+    """
+
+    first_layer: int
+    num_layers: int
+    save: tuple[str, ...] | None = ()
+
+
+def checkpointed(block_class: type[nn.Module], policy: Callable | None, prevent_cse: bool = True) -> Callable:
+    """A function `(block, *args)` that calls the block under nn.checkpoint, with `deterministic` static.
+
+    nn.checkpoint wants the position of a static argument, counts the module itself as 0, and takes the
+    argument by position only. The position is looked up in the block's own signature, so the block may gain
+    arguments anywhere, and callers may pass `deterministic` by name.
+
+    Args:
+      policy: what to save, as for `jax.checkpoint`; None saves nothing.
+      prevent_cse: False is safe inside a scan of several layers only.
+    Raises:
+      TypeError: on making it, if the block has no such argument; on a call, if the value is not a bool.
+    """
+    call = block_class.__call__
+    signature = inspect.signature(call)
+    names = list(signature.parameters)
+    if "deterministic" not in names:
+        raise TypeError(f"{block_class.__name__}.__call__{signature} has no argument `deterministic`.")
+    kinds = [p.kind for p in signature.parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL in kinds or inspect.Parameter.VAR_KEYWORD in kinds:
+        raise TypeError(f"{block_class.__name__}.__call__{signature}: name every argument instead of * or **.")
+    by_name = [n for n, kind in zip(names, kinds, strict=True) if kind is inspect.Parameter.KEYWORD_ONLY]
+
+    def positional(block, *args):
+        values = dict(zip(names[1:], args, strict=True))
+        keywords = {n: values.pop(n) for n in by_name}
+        return block(*values.values(), **keywords)
+
+    static = names.index("deterministic")
+    lifted = nn.checkpoint(positional, policy=policy, prevent_cse=prevent_cse, static_argnums=(static,))
+
+    def run(block, *args, **kwargs):
+        try:
+            bound = signature.bind(block, *args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{block_class.__name__}.__call__{signature}: {error}.") from None
+        bound.apply_defaults()
+        flag = bound.arguments["deterministic"]
+        bound.arguments["deterministic"] = _as_bool(flag, block_class.__name__)
+        return lifted(*(bound.arguments[n] for n in names))
+
+    return run
+
+
+def _as_bool(flag, owner: str) -> bool:
+    if isinstance(flag, bool | np.bool_):
+        return bool(flag)
+    kind = "a traced value" if isinstance(flag, jax.core.Tracer) else f"{flag!r} ({type(flag).__name__})"
+    raise TypeError(
+        f"{owner} got {kind} as `deterministic`; it must be a Python bool, known when the step is traced, because "
+        "it decides which program is built. Write deterministic=True or False, and where a jitted function takes "
+        "it as an argument, list it in jax.jit(..., static_argnames='deterministic')."
+    )
+
+
+def run_segments(block: nn.Module, segments: Sequence[Segment], num_layers: int, x, *args, deterministic: bool):
+    """Runs x through `num_layers` layers; the parameters of `block` are stacked to [layers, ...].
+
+    Parameters do not depend on the segments: a segment reads its slice of the stack. The block is called as
+    `block(x, layer, *args, deterministic)`.
+    """
+    if block.is_initializing():
+        return _scan(block, Segment(0, num_layers), x, *args, deterministic=deterministic)
+    ends = [0, *(s.first_layer + s.num_layers for s in segments)]
+    if [s.first_layer for s in segments] != ends[:-1] or ends[-1] != num_layers or min(np.diff(ends)) < 1:
+        raise ValueError(f"The segments must cover layers 0 to {num_layers - 1} in order, each once: {list(segments)}")
+    for segment in segments:
+        run = lambda b, y, s=segment: _scan(b, s, y, *args, deterministic=deterministic)  # noqa: E731
+        if segment.num_layers < num_layers:
+            run = nn.map_variables(run, "params", trans_in_fn=lambda tree, s=segment: _slice(tree, s))
+        x = run(block, x)
+    return x
+
+
+def _slice(tree, segment: Segment):
+    first, last = segment.first_layer, segment.first_layer + segment.num_layers
+    return jax.tree.map(lambda p: p[first:last], tree)
+
+
+def _scan(block: nn.Module, segment: Segment, x, *args, deterministic: bool):
+    if segment.save is None:
+        call = type(block).__call__
+    else:
+        policy = jax.checkpoint_policies.save_only_these_names(*segment.save)
+        # A loop of one trip is inlined by XLA, where common subexpressions would undo the recompute.
+        call = checkpointed(type(block), policy, prevent_cse=segment.num_layers == 1)
+
+    def body(block, x, layer):
+        return call(block, x, layer, *args, deterministic), None
+
+    scan = nn.scan(
+        body,
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        length=segment.num_layers,
+        metadata_params={nn.PARTITION_NAME: "layers"},
+    )
+    layers = jnp.arange(segment.first_layer, segment.first_layer + segment.num_layers)
+    return scan(block, x, layers)[0]

@@ -1,0 +1,16 @@
+"""What each block saves for the backward pass: from `config.remat.plan` to the segments that the model takes."""
+
+from configs.schema import Config
+from model.stack import Segment
+
+
+def plan_segments(config: Config) -> tuple[Segment, ...]:
+    """The segments of `config.remat.plan`: 'full', 'none' or 'names:a,b,c'."""
+    plan = config.remat.plan
+    if plan == "none":
+        save = None
+    elif plan == "full":
+        save = ()
+    else:
+        save = tuple(plan.removeprefix("names:").split(","))
+    return (Segment(0, config.model.num_layers, save),)

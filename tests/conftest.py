@@ -1,0 +1,18 @@
+"""Eight simulated devices for every test, and an error for every warning that our own code gives rise to."""
+
+import pathlib
+import sys
+
+ROOT = pathlib.Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+import jax  # noqa: E402
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+
+
+def pytest_configure(config):
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/**/*.py")]:
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        config.addinivalue_line("filterwarnings", f"error:::{name}")
