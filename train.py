@@ -141,8 +141,8 @@ class Program:
         updates, opt_state = self.tx.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         values |= {
-            "gradient_norm": optax.global_norm(gradients),
-            "parameter_norm": optax.global_norm(params),
+            "gradient_norm": optax.tree.norm(gradients),
+            "parameter_norm": optax.tree.norm(params),
             "learning_rate": schedule(config.optimizer, config.steps)(state.step),
             "tokens": tokens,
         }

@@ -10,6 +10,9 @@ import jax  # noqa: E402
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
+# Many tests compile the same programs; those of the last run may be used too.
+jax.config.update("jax_compilation_cache_dir", str(ROOT / ".pytest_cache/jax"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 
 def pytest_configure(config):
