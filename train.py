@@ -281,7 +281,7 @@ def train(config: Config, mesh: Mesh, workdir: pathlib.Path) -> None:
                     report.step(*pending)
                     pending = None
                 if saving:
-                    checkpoints.save(step, state, describe_checkpoint(program, data, examples), force=last)
+                    checkpoints.save(step, state, describe_checkpoint(program, data, examples))
                 if evaluating:
                     report.evaluation(step, evaluate(program, state.params, data))
                 if evaluating or saving:
