@@ -103,7 +103,6 @@ def _open(folder: pathlib.Path, settings: Checkpoint, read_only: bool) -> ocp.Ch
         keep_period=settings.keep_every_steps or None,
         cleanup_tmp_directories=not read_only,
         create=not read_only,
-        read_only=read_only,
     )
     handlers = {"state": ocp.StandardCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
     return ocp.CheckpointManager(folder, options=options, item_handlers=handlers)

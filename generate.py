@@ -3,6 +3,7 @@
 Dimensions, as suffixes: R rows (samples), T positions, V vocab.
 """
 
+import functools
 import math
 
 import jax
@@ -16,20 +17,19 @@ def sample_text(program, params, tokenizer, prompt: str, length: int, temperatur
     Recomputes all positions for every token. Prompt and continuation together are cut to the context length;
     a sample ends early where the model begins a new document. Temperature 0 takes the likeliest token.
     """
-    spec = program.evaluation_sharding().spec[0] or ()
+    spec = program.evaluation_sharding.spec[0] or ()
     rows = math.prod(program.mesh.shape[axis] for axis in ((spec,) if isinstance(spec, str) else spec))
     given = np.concatenate([[tokenizer.bos_id], tokenizer.encode(prompt.encode())])[: program.config.context_length - 1]
     total = min(len(given) + length, program.config.context_length)
     tokens = np.zeros((rows, total), np.int32)
     tokens[:, : len(given)] = given
     with program.on_mesh():
-        out = jax.jit(_continue, static_argnums=(0, 3, 4, 5))(
-            program.model, params, tokens, len(given), tokenizer.size, temperature, jax.random.key(seed)
-        )
+        run = functools.partial(_continue, program.model, len(given), tokenizer.size, temperature)
+        out = jax.jit(run)(params, tokens, jax.random.key(seed))
     return [_text(tokenizer, row, len(given)) for row in np.asarray(out)]
 
 
-def _continue(model, params, tokens_RT, start: int, vocab_size: int, temperature: float, key):
+def _continue(model, start: int, vocab_size: int, temperature: float, params, tokens_RT, key):
     variables = {"params": params}
     positions_RT = jnp.broadcast_to(jnp.arange(tokens_RT.shape[1]), tokens_RT.shape)
 

@@ -1,9 +1,11 @@
 """Runs meshfit: `python main.py --config=configs/tiny.py --workdir=runs/tiny`, with `--config.FIELD=VALUE` on top."""
 
+import logging
 import pathlib
 import sys
 
 from absl import app, flags
+from absl import logging as absl_logging
 
 from configs import command_line
 from configs.schema import InputError
@@ -17,6 +19,8 @@ PROCESS_ID = flags.DEFINE_integer("process_id", -1, "Which of them this is, coun
 
 
 def main(_) -> None:
+    absl_logging.set_verbosity(absl_logging.WARNING)
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs every file; what goes wrong, it raises
     config = CONFIG.value
     # Imported once the config is known to be good: JAX takes seconds.
     from parallel import mesh as meshes

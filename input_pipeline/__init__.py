@@ -1,0 +1,55 @@
+"""From a config to batches on the devices: documents, tokens, windows, and Grain."""
+
+import dataclasses
+import hashlib
+
+from configs.schema import Config, InputError
+from input_pipeline.baseline import order2_bits_per_byte
+from input_pipeline.loader import evaluation_batches, train_batches
+from input_pipeline.sources import Document, load_documents
+from input_pipeline.tokenizer import Tokenizer, load_tokenizer
+from input_pipeline.windows import WindowSource, tokenize
+
+__all__ = ["Data", "evaluation_batches", "load_data", "order2_bits_per_byte", "train_batches"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Both splits. `fingerprint` tells whether data is the same as when a checkpoint was written."""
+
+    train: WindowSource
+    heldout: WindowSource
+    tokenizer: Tokenizer
+    train_documents: list[Document]
+    heldout_documents: list[Document]
+    heldout_bytes_per_token: float  # of the tokens that are predicted
+    fingerprint: dict
+
+
+def load_data(config: Config) -> Data:
+    """Reads and tokenizes what `config.data` says. Raises InputError for whatever cannot be used."""
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    if tokenizer.size > config.model.vocab_size:
+        raise InputError(
+            f"config.model.vocab_size is {config.model.vocab_size}, but the tokenizer {config.data.tokenizer!r} has ids up "
+            f"to {tokenizer.size - 1}; it must be at least {tokenizer.size}."
+        )
+    train, heldout = load_documents(config.data)
+    tokens, heldout_tokens = tokenize(train, tokenizer), tokenize(heldout, tokenizer)
+    predicted = len(heldout_tokens) - len(heldout)
+    return Data(
+        train=WindowSource(tokens, tokenizer.bos_id, config.context_length),
+        heldout=WindowSource(heldout_tokens, tokenizer.bos_id, config.context_length),
+        tokenizer=tokenizer,
+        train_documents=train,
+        heldout_documents=heldout,
+        heldout_bytes_per_token=sum(len(d.raw) for d in heldout) / predicted,
+        fingerprint={
+            "source": config.data.source,
+            "tokenizer": tokenizer.fingerprint,
+            "documents": len(train),
+            "tokens": len(tokens),
+            "context_length": config.context_length,
+            "sha256": hashlib.sha256(tokens.tobytes()).hexdigest(),
+        },
+    )
