@@ -1,0 +1,31 @@
+# make PYTHON=/path/to/python3 ... takes a certain interpreter; make train ARGS='--config.steps=500' adds flags.
+export PYTHON
+.PHONY: help setup train test lint format bench clean
+
+help: ## what there is to do
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+setup: ## make .venv and install what is needed, once
+	@tools/setup.sh
+
+train: setup ## train the default model on Python's own source files; again: go on from its checkpoint
+	.venv/bin/python main.py --config=configs/default.py --workdir=runs/default $(ARGS)
+
+test: setup ## run the tests
+	.venv/bin/python -m pytest $(ARGS)
+
+lint: setup ## ruff and mypy
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+format: setup ## let ruff mend what it can
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+
+bench: setup ## measure that compile time does not grow with depth
+	.venv/bin/python bench/compile_time.py
+
+clean: ## remove .venv and caches; runs/ stays
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache *.egg-info build
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
