@@ -35,15 +35,20 @@ def load_data(config: Config) -> Data:
             f"to {tokenizer.size - 1}; it must be at least {tokenizer.size}."
         )
     train, heldout = load_documents(config.data)
-    tokens, heldout_tokens = tokenize(train, tokenizer), tokenize(heldout, tokenizer)
-    predicted = len(heldout_tokens) - len(heldout)
+    tokens = tokenize(train, tokenizer)
+    heldout_windows = WindowSource(tokenize(heldout, tokenizer), tokenizer.bos_id, config.context_length)
+    if not heldout_windows.num_targets:
+        raise InputError(
+            f"The tokenizer {config.data.tokenizer!r} makes no token of the {len(heldout)} held-out documents. Take another "
+            "config.data.tokenizer, or hold out more with config.data.heldout_percent."
+        )
     return Data(
         train=WindowSource(tokens, tokenizer.bos_id, config.context_length),
-        heldout=WindowSource(heldout_tokens, tokenizer.bos_id, config.context_length),
+        heldout=heldout_windows,
         tokenizer=tokenizer,
         train_documents=train,
         heldout_documents=heldout,
-        heldout_bytes_per_token=sum(len(d.raw) for d in heldout) / predicted,
+        heldout_bytes_per_token=sum(len(d.raw) for d in heldout) / heldout_windows.num_targets,
         fingerprint={
             "source": config.data.source,
             "tokenizer": tokenizer.fingerprint,

@@ -3,6 +3,7 @@
 Dimensions, as suffixes: A microbatches of a step, B batch, L length.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,12 +54,20 @@ class Batches:
 def local_rows(sharding: NamedSharding, shape: tuple[int, ...]) -> np.ndarray:
     """Numbers of the rows that this process's devices need, in order; rows are counted over all dims but the last."""
     numbers = np.arange(np.prod(shape[:-1])).reshape(shape[:-1])
-    needed = [numbers[index[:-1]].ravel() for index in sharding.addressable_devices_indices_map(shape).values()]
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    needed = [numbers[index[:-1]].ravel() for index in indices if index is not None]
     return np.unique(np.concatenate(needed))
 
 
 def train_batches(
-    source: Any, *, seed: int, microbatches: int, batch_size: int, sharding: NamedSharding, first_example: int, prefetch: int
+    source: Any,
+    *,
+    seed: int,
+    microbatches: int,
+    batch_size: int,
+    sharding: NamedSharding,
+    prefetch: int,
+    first_example: int = 0,
 ) -> Batches:
     """Endless batches of arrays [A, B, L], in an order that depends on `seed` and the number of the example alone.
 
@@ -67,9 +76,9 @@ def train_batches(
     of processes; each process reads only its own rows.
 
     Args:
-      source: a random access source of examples, dicts of arrays [L].
+      source: a random access source of examples, dicts of arrays [L]; its `context_length` is L.
       sharding: of the arrays [A, B, L].
-      prefetch: batches to prepare ahead.
+      prefetch: batches to keep ready, while one more is being made.
     Raises:
       InputError: the source has fewer examples than one batch.
     """
@@ -80,13 +89,19 @@ def train_batches(
             "config.global_batch_size or config.context_length, or add data."
         )
     shuffled = grain.MapDataset.source(source).seed(seed).shuffle().repeat()
-    return _batches(shuffled, (microbatches, batch_size), sharding, first_example, prefetch)
+    shape = (microbatches, batch_size, source.context_length)
+    return _batches(shuffled, shape, sharding, first_example, prefetch)
 
 
 def evaluation_batches(source: Any, *, batch_size: int, sharding: NamedSharding, prefetch: int) -> Batches:
-    """Batches of arrays [B, L] with every example once, in order; what fills the last batch up has weight 0."""
+    """Batches of arrays [B, L] with every example once, in order; what fills the last batch up is zeros, weights too.
+
+    Raises InputError if there are no examples.
+    """
+    if not len(source):
+        raise InputError("There are no examples to evaluate. Raise config.data.heldout_percent, or add data.")
     padded = _Padded(source, -(-len(source) // batch_size) * batch_size)
-    return _batches(grain.MapDataset.source(padded), (batch_size,), sharding, 0, prefetch)
+    return _batches(grain.MapDataset.source(padded), (batch_size, source.context_length), sharding, 0, prefetch)
 
 
 class _Padded:
@@ -106,24 +121,17 @@ class _Padded:
         return f"_Padded({self._source!r}, {self._length})"
 
 
-def _batches(
-    examples: grain.MapDataset, rows: tuple[int, ...], sharding: NamedSharding, first: int, prefetch: int
-) -> Batches:
-    """Batches of arrays [*rows, L], of which this process reads what its devices need."""
-    size = int(np.prod(rows))
-    length = len(examples[0]["inputs"])
-    shape = (*rows, length)
+def _batches(examples: grain.MapDataset, shape: tuple[int, ...], sharding: NamedSharding, first: int, prefetch: int) -> Batches:
+    """Batches of arrays of `shape`, of which this process reads the rows that its devices need."""
+    size = int(np.prod(shape[:-1]))
+    numbers = np.arange(size).reshape(shape[:-1])
     mine = local_rows(sharding, shape)
-    numbers = np.arange(size).reshape(rows)
 
     def on_devices(local: dict[str, np.ndarray]) -> Batch:
-        def part(array, index):
+        def part(index, array):
             return array[np.searchsorted(mine, numbers[index[:-1]])][..., index[-1]]
 
-        return {
-            name: jax.make_array_from_callback(shape, sharding, lambda index, a=array: part(a, index))
-            for name, array in local.items()
-        }
+        return {k: jax.make_array_from_callback(shape, sharding, functools.partial(part, array=v)) for k, v in local.items()}
 
     dataset = _Rows(examples, mine, size, first).batch(len(mine), drop_remainder=True)
     # One thread of our own keeps batches ahead; Grain's threads within a batch only cost here.

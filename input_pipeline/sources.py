@@ -2,7 +2,7 @@
 
 import glob
 import hashlib
-import os
+import itertools
 import pathlib
 import sysconfig
 from collections.abc import Callable
@@ -21,28 +21,47 @@ class Document(NamedTuple):
 
 
 def stdlib(_: Data) -> list[Document]:
-    """The source files of Python's own standard library, which every machine that runs this has."""
+    """The source files of Python's own standard library, which every machine that runs this has.
+
+    The few that are not UTF-8, made to test Python itself, are left out: most tokenizers could not read them.
+    """
     root = pathlib.Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "__pycache__"}
     paths = [p for p in root.rglob("*.py") if not skipped & set(p.relative_to(root).parts)]
-    return [Document(p.relative_to(root).as_posix(), p.read_bytes()) for p in paths]
+    documents = [Document(p.relative_to(root).as_posix(), _read(p)) for p in paths]
+    return [d for d in documents if _is_utf8(d.raw)]
 
 
 def text(data: Data) -> list[Document]:
-    """One document for every file that the glob `data.path` matches. Raises InputError if it matches none."""
-    paths = [p for p in glob.glob(data.path, recursive=True) if os.path.isfile(p)]
+    """One document for every file that the glob `data.path` matches.
+
+    Raises InputError if it matches none, or one that cannot be read.
+    """
+    paths = [p for p in map(pathlib.Path, glob.glob(data.path, recursive=True)) if not p.is_dir()]
     if not paths:
         raise InputError(f"config.data.path={data.path} matches no file; it must be a glob, such as 'books/**/*.txt'.")
-    # Names are relative to the folder that holds all of them, so that the split survives a move.
-    root = os.path.commonpath([os.path.dirname(os.path.abspath(p)) for p in paths])
-    documents = []
-    for path in paths:
-        try:
-            raw = pathlib.Path(path).read_bytes()
-        except OSError as error:
-            raise InputError(f"config.data.path={data.path}: {path} cannot be read: {error.strerror}.") from error
-        documents.append(Document(pathlib.Path(os.path.relpath(path, root)).as_posix(), raw))
-    return documents
+    # Names are relative to the folder before the first wildcard: neither moving that folder nor adding files
+    # anywhere in it changes which of the others are held out.
+    parts = pathlib.Path(data.path).parts[:-1]
+    root = pathlib.Path(*itertools.takewhile(lambda part: not glob.has_magic(part), parts))
+    return [Document(p.relative_to(root).as_posix(), _read(p)) for p in sorted(set(paths))]
+
+
+def _read(path: pathlib.Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InputError(
+            f"The document {path} cannot be read: {error.strerror}. Make it readable, or leave it out of config.data."
+        ) from error
+
+
+def _is_utf8(raw: bytes) -> bool:
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def synthetic(_: Data, documents: int = 200) -> list[Document]:

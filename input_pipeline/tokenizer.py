@@ -51,6 +51,11 @@ class HuggingFaceTokenizer:
                 f"config.data.tokenizer={path} cannot be read: {error}. It must be 'bytes' or the path of a Hugging "
                 "Face tokenizer.json."
             ) from error
+        # A file may ask to cut or to fill up every text, which is no way to treat documents.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        # A "<s>" that a document spells out is text: it must not become the token that begins a document.
+        self._tokenizer.encode_special_tokens = True
         ids = [i for i in map(self._tokenizer.token_to_id, BOS_TOKENS) if i is not None]
         if not ids:
             raise InputError(
@@ -63,10 +68,11 @@ class HuggingFaceTokenizer:
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
 
     def encode(self, raw: bytes) -> np.ndarray:
+        """Raises UnicodeDecodeError if `raw` is not UTF-8."""
         return np.asarray(self._tokenizer.encode(raw.decode(), add_special_tokens=False).ids, np.uint32)
 
     def decode(self, ids: np.ndarray) -> str:
-        return self._tokenizer.decode([int(i) for i in ids if i < self.size], skip_special_tokens=True)
+        return self._tokenizer.decode([int(i) for i in ids if i < self.size and i != self.bos_id], skip_special_tokens=True)
 
 
 def load_tokenizer(spec: str) -> Tokenizer:

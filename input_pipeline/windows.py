@@ -37,35 +37,38 @@ class WindowSource:
     Each is a dict of arrays [L]: `inputs`, `targets` (the inputs one further), `segment_ids` (documents counted
     from 1 within the window, 0 for padding), `positions` (from 0 in each document, or where the window cut it),
     and `weights`, float32: 1 where the target is of the same document. So every token but the documents' first
-    is the target of one example, and no document predicts the next.
+    is the target of exactly one example, and no document predicts the next. A window without a target, such as one
+    of nothing but empty documents, is no example.
     """
 
     def __init__(self, tokens_T: np.ndarray, bos_id: int, context_length: int):
-        self._tokens_T, self._bos_id, self._length = tokens_T, bos_id, context_length
-        # A last window of a single token would have no target.
-        self._count = -(-(len(tokens_T) - 1) // context_length)
+        self.context_length = context_length
+        self._tokens_T, self._bos_id = tokens_T, bos_id
+        is_target = tokens_T[1:] != bos_id
+        self.num_targets = int(np.count_nonzero(is_target))
+        begins = np.arange(0, len(is_target), context_length)
+        self._begins = begins[np.logical_or.reduceat(is_target, begins)] if len(begins) else begins
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._begins)
 
     def __getitem__(self, index) -> dict[str, np.ndarray]:
-        if not 0 <= index < self._count:
-            raise IndexError(f"example {index} of {self._count}")
-        window = self._tokens_T[index * self._length : (index + 1) * self._length + 1].astype(np.int32)
-        real = len(window) - 1
-        padding = self._length - real
-        inputs, targets = (np.pad(part, (0, padding)) for part in (window[:-1], window[1:]))
-        is_real = np.arange(self._length) < real
-        begins = (inputs == self._bos_id) & is_real
-        begins[0] = True
-        starts = np.maximum.accumulate(np.where(begins, np.arange(self._length), 0))
-        return {
-            "inputs": inputs,
-            "targets": targets,
-            "positions": (np.arange(self._length) - starts).astype(np.int32) * is_real,
-            "segment_ids": np.cumsum(begins, dtype=np.int32) * is_real,
-            "weights": ((targets != self._bos_id) & is_real).astype(np.float32),
+        if not 0 <= index < len(self):
+            raise IndexError(f"example {index} of {len(self)}")
+        L = self.context_length
+        window = self._tokens_T[self._begins[index] : self._begins[index] + L + 1]
+        inputs, targets = window[:-1], window[1:]
+        is_first = inputs == self._bos_id
+        is_first[0] = True
+        position = np.arange(len(inputs), dtype=np.int32)
+        example = {
+            "inputs": inputs.astype(np.int32),
+            "targets": targets.astype(np.int32),
+            "positions": position - np.maximum.accumulate(position * is_first),
+            "segment_ids": np.cumsum(is_first, dtype=np.int32),
+            "weights": (targets != self._bos_id).astype(np.float32),
         }
+        return example if len(inputs) == L else {k: np.pad(v, (0, L - len(v))) for k, v in example.items()}
 
     def __repr__(self) -> str:
-        return f"WindowSource({self._count} x {self._length})"
+        return f"WindowSource({len(self)} x {self.context_length})"
