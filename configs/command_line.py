@@ -77,6 +77,9 @@ def _check_fields(argv: list[str]) -> None:
         match = _OVERRIDE.match(arg)
         if match and match[1] not in known:
             name = match[1]
+            fields = [k for k in known if k.startswith(name + ".")]
+            if fields:
+                raise InputError(f"config.{name} is a group of fields; set one of {', '.join(fields)}.")
             close = difflib.get_close_matches(name, known, 1) or [k for k in known if k.split(".")[-1] == name]
             group = name.rpartition(".")[0]
             siblings = [k for k in known if k.rpartition(".")[0] == group] or known

@@ -39,16 +39,21 @@ class Batches:
     """An iterator of batches that prepares some ahead, in the background, up to the devices. Close it when done."""
 
     def __init__(self, dataset: grain.IterDataset, prefetch: int):
-        self._iterator = iter(ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=prefetch))
+        self._iterator: Any = iter(ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=prefetch))
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
+        if self._iterator is None:
+            raise ValueError("These batches are closed.")
         return next(self._iterator)
 
     def close(self) -> None:
-        self._iterator.close()
+        if self._iterator is not None:
+            self._iterator.close()
+            # Grain closes once more when it is deleted, and complains if that is as late as Python's exit.
+            self._iterator = None
 
 
 def local_rows(sharding: NamedSharding, shape: tuple[int, ...]) -> np.ndarray:
@@ -76,7 +81,7 @@ def train_batches(
     of processes; each process reads only its own rows.
 
     Args:
-      source: a random access source of examples, dicts of arrays [L]; its `context_length` is L.
+      source: a random access source of examples, dicts of arrays [L], `inputs` among them.
       sharding: of the arrays [A, B, L].
       prefetch: batches to keep ready, while one more is being made.
     Raises:
@@ -89,8 +94,7 @@ def train_batches(
             "config.global_batch_size or config.context_length, or add data."
         )
     shuffled = grain.MapDataset.source(source).seed(seed).shuffle().repeat()
-    shape = (microbatches, batch_size, source.context_length)
-    return _batches(shuffled, shape, sharding, first_example, prefetch)
+    return _batches(shuffled, (microbatches, batch_size), sharding, first_example, prefetch)
 
 
 def evaluation_batches(source: Any, *, batch_size: int, sharding: NamedSharding, prefetch: int) -> Batches:
@@ -101,7 +105,7 @@ def evaluation_batches(source: Any, *, batch_size: int, sharding: NamedSharding,
     if not len(source):
         raise InputError("There are no examples to evaluate. Raise config.data.heldout_percent, or add data.")
     padded = _Padded(source, -(-len(source) // batch_size) * batch_size)
-    return _batches(grain.MapDataset.source(padded), (batch_size, source.context_length), sharding, 0, prefetch)
+    return _batches(grain.MapDataset.source(padded), (batch_size,), sharding, 0, prefetch)
 
 
 class _Padded:
@@ -121,10 +125,11 @@ class _Padded:
         return f"_Padded({self._source!r}, {self._length})"
 
 
-def _batches(examples: grain.MapDataset, shape: tuple[int, ...], sharding: NamedSharding, first: int, prefetch: int) -> Batches:
-    """Batches of arrays of `shape`, of which this process reads the rows that its devices need."""
-    size = int(np.prod(shape[:-1]))
-    numbers = np.arange(size).reshape(shape[:-1])
+def _batches(examples: grain.MapDataset, rows: tuple[int, ...], sharding: NamedSharding, first: int, prefetch: int) -> Batches:
+    """Batches of arrays [*rows, L], of which this process reads the rows that its devices need."""
+    size = int(np.prod(rows))
+    numbers = np.arange(size).reshape(rows)
+    shape = (*rows, len(examples[0]["inputs"]))
     mine = local_rows(sharding, shape)
 
     def on_devices(local: dict[str, np.ndarray]) -> Batch:

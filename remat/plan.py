@@ -2,10 +2,14 @@
 
 from configs.schema import Config
 from model.stack import Segment
+from remat.trace import check_names
 
 
 def plan_segments(config: Config) -> tuple[Segment, ...]:
-    """The segments of `config.remat.plan`: 'full', 'none' or 'names:a,b,c'."""
+    """The segments of `config.remat.plan`: 'full', 'none' or 'names:a,b,c'.
+
+    Raises InputError for a name that the block does not have.
+    """
     plan = config.remat.plan
     if plan == "none":
         save = None
@@ -13,4 +17,5 @@ def plan_segments(config: Config) -> tuple[Segment, ...]:
         save = ()
     else:
         save = tuple(plan.removeprefix("names:").split(","))
+        check_names(config, save)
     return (Segment(0, config.model.num_layers, save),)
