@@ -26,7 +26,7 @@ class Checkpointer:
     def __init__(self, workdir: pathlib.Path, settings: Checkpoint, *, read_only: bool = False):
         self._settings = settings
         self._folder = pathlib.Path(workdir) / "checkpoints"
-        self._manager = None
+        self._manager: Any = None
         if self._folder.exists() or not read_only:
             self._manager = _open(self._folder, settings, read_only)
 
@@ -50,10 +50,6 @@ class Checkpointer:
         if step not in self._manager.all_steps():
             items = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
             self._manager.save(step, args=items, force=True)
-
-    def wait(self) -> None:
-        """Returns when no save is under way."""
-        self._manager.wait_until_finished()
 
     def read_meta(self, step: int) -> dict:
         """What was stored beside the state. Raises InputError if it cannot be read."""
@@ -95,6 +91,17 @@ def load_parameters(path: str, abstract_params: Any, *, convert_dtype: bool = Fa
             args = ocp.args.PyTreeRestore(target, restore_args=restore_args, partial_restore=True)
             params = reader.restore(folder / "state", args=args)["params"]
     return _convert(params, abstract_params)
+
+
+def check_same_data(step: int, stored: dict, now: dict) -> None:
+    """Raises InputError if the data of a checkpoint, as stored, is not the data that is there now."""
+    differ = [f"{k} was {stored.get(k)!r}, is {now.get(k)!r}" for k in stored | now if stored.get(k) != now.get(k)]
+    if differ:
+        raise InputError(
+            f"The checkpoint of step {step} was trained on other data: {'; '.join(differ)}. Going on would repeat or "
+            "lose examples. Restore those settings, or take another --workdir and start from this one's parameters "
+            "with --config.init_from."
+        )
 
 
 def _open(folder: pathlib.Path, settings: Checkpoint, read_only: bool) -> ocp.CheckpointManager:

@@ -43,7 +43,9 @@ def cross_entropy_sums(
 
     chunks = jax.tree.map(lambda a: _split(a, chunk_length), (x_BLD, targets_BL, weights_BL))
     zeros = {name: jnp.zeros((), jnp.float32) for name in ("nll", "log_z_squared", "tokens")}
-    zeros = jax.tree.map(lambda z, s: z.astype(s.dtype), zeros, jax.eval_shape(chunk_sums, *jax.tree.map(lambda a: a[0], chunks)))
+    zeros = jax.tree.map(
+        lambda z, s: z.astype(s.dtype), zeros, jax.eval_shape(chunk_sums, *jax.tree.map(lambda a: a[0], chunks))
+    )
     return jax.lax.scan(lambda total, c: (jax.tree.map(jnp.add, total, chunk_sums(*c)), None), zeros, chunks)[0]
 
 

@@ -18,28 +18,29 @@ NUM_PROCESSES = flags.DEFINE_integer("num_processes", 0, "How many processes run
 PROCESS_ID = flags.DEFINE_integer("process_id", -1, "Which of them this is, counted from 0.")
 
 
-def main(_) -> None:
+def main(_) -> int:
+    try:
+        run()
+    except InputError as error:
+        print(f"meshfit: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run() -> None:
     absl_logging.set_verbosity(absl_logging.WARNING)
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs every file; what goes wrong, it raises
-    config = CONFIG.value
-    # Imported once the config is known to be good: JAX takes seconds.
+    # Imported once the flags are known to be good: JAX takes seconds.
     from parallel import mesh as meshes
 
+    config = CONFIG.value
     meshes.start(config, COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value)
     mesh = meshes.make_mesh(config)
     import train
 
-    run = {"train": train.train, "evaluate": train.evaluate_newest}[MODE.value]
-    run(config, mesh, pathlib.Path(WORKDIR.value).absolute())
-
-
-def _run(argv) -> int | None:
-    try:
-        return main(argv)
-    except InputError as error:
-        print(f"meshfit: {error}", file=sys.stderr)
-        return 2
+    mode = {"train": train.train, "evaluate": train.evaluate_newest}[MODE.value]
+    mode(config, mesh, pathlib.Path(WORKDIR.value or "").absolute())
 
 
 if __name__ == "__main__":
-    app.run(_run, flags_parser=command_line.parse)
+    app.run(main, flags_parser=command_line.parse)

@@ -4,6 +4,7 @@ Only process 0 writes and prints.
 """
 
 import json
+import math
 import os
 import pathlib
 import time
@@ -70,7 +71,13 @@ class Reporter:
     def __init__(self, workdir: pathlib.Path, first_step: int, steps: int, log_every_steps: int):
         self._file = MetricsFile(workdir, first_step)
         self._steps, self._every = steps, log_every_steps
-        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[text]}"))
+        columns = (
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[text]}"),
+        )
         self._bar = Progress(*columns, console=console, disable=not console.is_terminal or jax.process_index() != 0)
         self._task = self._bar.add_task("", total=steps, completed=first_step, text="")
         self._time = time.perf_counter()
@@ -103,6 +110,20 @@ class Reporter:
     def restart_clock(self) -> None:
         """Leaves out of the next step's time what came between (an evaluation, a save)."""
         self._time = time.perf_counter()
+
+
+def describe_run(program, data) -> str:
+    """What is about to be trained, for people."""
+    mesh, c = program.mesh, program.config
+    parameters = sum(math.prod(p.shape) for p in jax.tree.leaves(program.abstract_state.params))
+    axes = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    documents = data.fingerprint["documents"]
+    return (
+        f"mesh {axes}: {mesh.size} {mesh.devices.flat[0].device_kind} devices, {jax.process_count()} process(es)\n"
+        f"model {parameters:,} parameters in {c.model.num_layers} layers, remat plan {c.remat.plan!r}\n"
+        f"data {documents:,} documents, {len(data.train):,} training and {len(data.heldout):,} held-out examples of "
+        f"{c.context_length} tokens"
+    )
 
 
 def describe(results: dict[str, float]) -> str:

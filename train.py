@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import math
 import pathlib
 import time
 from collections.abc import Callable
@@ -22,24 +21,25 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import metrics
-from checkpointing import Checkpointer, load_parameters
+from checkpointing import Checkpointer, check_same_data, load_parameters
 from configs.schema import Config, InputError
+from evaluate import evaluate
 from generate import sample_text
-from input_pipeline import Data, evaluation_batches, load_data, order2_bits_per_byte, train_batches
+from input_pipeline import Data, load_data, order2_bits_per_byte, train_batches
 from losses import cross_entropy_sums
 from model.transformer import Transformer
 from optimizer import make_optimizer, schedule
 from parallel.sharding import on_mesh, sharding, tree_shardings
 from remat.plan import plan_segments
 
-Batch = dict[str, jax.Array]
+Batch = dict[str, Any]
 
 
 @flax.struct.dataclass
 class State:
     """All that a step changes. `step` counts updates done."""
 
-    step: jax.Array
+    step: Any
     params: Any
     opt_state: Any
 
@@ -117,8 +117,8 @@ class Program:
         """Sums of the parts of the loss over the valid tokens of a batch [B, L]."""
         variables = {"params": params}
         inputs = batch["inputs"], batch["positions"], batch["segment_ids"]
-        x_BLD = self.model.apply(variables, *inputs, deterministic, key)
-        logits = functools.partial(self.model.apply, variables, method="logits")
+        x_BLD: Any = self.model.apply(variables, *inputs, deterministic, key)
+        logits: Any = functools.partial(self.model.apply, variables, method="logits")
         return cross_entropy_sums(logits, x_BLD, batch["targets"], batch["weights"], self.config.loss.chunk_length)
 
     def train_step(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
@@ -174,27 +174,6 @@ class Program:
         return jax.jit(functools.partial(self.sums, key=None, deterministic=True))
 
 
-def evaluate(program: Program, params, data: Data) -> dict[str, float]:
-    """Loss (nats a token), perplexity and bits per byte over all held-out examples, each counted once."""
-    c = program.config
-    batch_size = c.evaluation.batch_size or c.global_batch_size // c.gradient_accumulation
-    nll = tokens = 0.0
-    batches = evaluation_batches(
-        data.heldout, batch_size=batch_size, sharding=program.evaluation_sharding, prefetch=c.data.prefetch_batches
-    )
-    with contextlib.closing(batches), program.on_mesh():
-        for batch in batches:
-            sums = program.evaluation_step(params, batch)
-            nll, tokens = nll + float(sums["nll"]), tokens + float(sums["tokens"])
-    loss = nll / tokens
-    return {
-        "eval_loss": loss,
-        "eval_perplexity": math.exp(min(loss, 700)),
-        "eval_bits_per_byte": loss / math.log(2) / data.heldout_bytes_per_token,
-        "eval_tokens": tokens,
-    }
-
-
 def describe_checkpoint(program: Program, data: Data, examples: int) -> dict:
     """What is stored beside the state: enough to go on with the data, and to tell what the state is of."""
     return {
@@ -209,14 +188,7 @@ def start_state(program: Program, data: Data, checkpoints: Checkpointer) -> tupl
     config, step = program.config, checkpoints.latest_step()
     if step is not None:
         stored = checkpoints.read_meta(step)["data"]
-        now = describe_checkpoint(program, data, stored["examples"])["data"]
-        differ = [f"{k} was {stored.get(k)!r}, is {now.get(k)!r}" for k in stored | now if stored.get(k) != now.get(k)]
-        if differ:
-            raise InputError(
-                f"The checkpoint of step {step} was trained on other data: {'; '.join(differ)}. Going on would repeat or "
-                "lose examples. Restore those settings, or take another --workdir and start from this one's "
-                "parameters with --config.init_from."
-            )
+        check_same_data(step, stored, describe_checkpoint(program, data, stored["examples"])["data"])
         state = checkpoints.restore(step, program.abstract_state)
         metrics.say(f"resuming from the checkpoint of step {step}")
         return state, stored["examples"]
@@ -228,23 +200,10 @@ def start_state(program: Program, data: Data, checkpoints: Checkpointer) -> tupl
     return program.init_state(), 0
 
 
-def describe(program: Program, data: Data) -> str:
-    """What is about to be trained, for people."""
-    mesh, c = program.mesh, program.config
-    parameters = sum(math.prod(p.shape) for p in jax.tree.leaves(program.abstract_state.params))
-    axes = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
-    return (
-        f"mesh {axes}: {mesh.size} {mesh.devices.flat[0].device_kind} devices, {jax.process_count()} process(es)\n"
-        f"model {parameters:,} parameters in {c.model.num_layers} layers, remat plan {c.remat.plan!r}\n"
-        f"data {data.fingerprint['documents']:,} documents, {len(data.train):,} training and {len(data.heldout):,} held-out "
-        f"examples of {c.context_length} tokens"
-    )
-
-
 def train(config: Config, mesh: Mesh, workdir: pathlib.Path) -> None:
     """Trains up to `config.steps`, from the newest checkpoint in the workdir if there is one."""
     program, data = Program(config, mesh), load_data(config)
-    metrics.say(describe(program, data))
+    metrics.say(metrics.describe_run(program, data))
     with Checkpointer(workdir, config.checkpoint) as checkpoints:
         state, examples = start_state(program, data, checkpoints)
         first = int(state.step)
@@ -280,10 +239,10 @@ def train(config: Config, mesh: Mesh, workdir: pathlib.Path) -> None:
                 if evaluating or saving:
                     report.step(*pending)
                     pending = None
-                if saving:
-                    checkpoints.save(step, state, describe_checkpoint(program, data, examples))
                 if evaluating:
                     report.evaluation(step, evaluate(program, state.params, data))
+                if saving:  # after the rows of this step are written: whoever goes on from here finds them there
+                    checkpoints.save(step, state, describe_checkpoint(program, data, examples))
                 if evaluating or saving:
                     report.restart_clock()
         if config.data.tokenizer == "bytes":

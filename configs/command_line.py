@@ -109,11 +109,13 @@ def _explain(error: BaseException, path: str) -> str:
 
 def _line_in(error: BaseException | None, path: str) -> tuple[int, BaseException] | None:
     """The line of the config file at which the first cause of `error` arose, if it arose there."""
-    found = None
+    found: tuple[int, BaseException] | None = None
     while error is not None:
         if isinstance(error, SyntaxError) and error.filename and os.path.abspath(error.filename) == os.path.abspath(path):
             found = error.lineno or 0, error
-        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if os.path.abspath(f.filename) == os.path.abspath(path)]
+        lines = [
+            f.lineno for f in traceback.extract_tb(error.__traceback__) if os.path.abspath(f.filename) == os.path.abspath(path)
+        ]
         if lines and lines[-1]:
             found = lines[-1], error
         error = error.__cause__ or error.__context__

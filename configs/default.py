@@ -1,6 +1,6 @@
 """One million parameters on the source files of Python's standard library, on eight devices.
 
-    python main.py --config=configs/default.py --workdir=runs/default     (or: make train)
+python main.py --config=configs/default.py --workdir=runs/default     (or: make train)
 """
 
 from configs.schema import Checkpoint, Config, Evaluation, Mesh, Model, Optimizer, Sample

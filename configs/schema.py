@@ -8,7 +8,7 @@ whose size it is where that could be mistaken: `global_batch_size` counts sequen
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 AXES = ("data", "fsdp", "tensor")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -162,19 +162,18 @@ def field_names(node: Any, prefix: str = "") -> list[str]:
 
 def _check_types(node: Any, prefix: str = "") -> None:
     for f in dataclasses.fields(node):
-        value = getattr(node, f.name)
-        if dataclasses.is_dataclass(f.type):
-            if not isinstance(value, f.type):
-                wanted = f.type.__name__
-                raise InputError(f"config.{prefix}{f.name} is {value!r}; it must be a configs.schema.{wanted}.")
+        value, wanted = getattr(node, f.name), cast(type, f.type)
+        if dataclasses.is_dataclass(wanted):
+            if not isinstance(value, wanted):
+                raise InputError(f"config.{prefix}{f.name} is {value!r}; it must be a configs.schema.{wanted.__name__}.")
             _check_types(value, f"{prefix}{f.name}.")
             continue
-        if f.type is float and type(value) is int:
+        if wanted is float and type(value) is int:
             value = float(value)
             setattr(node, f.name, value)
-        if type(value) is not f.type:
+        if type(value) is not wanted:
             raise InputError(
-                f"config.{prefix}{f.name} is {value!r} ({type(value).__name__}); it must be of type {f.type.__name__}."
+                f"config.{prefix}{f.name} is {value!r} ({type(value).__name__}); it must be of type {wanted.__name__}."
             )
         if isinstance(value, float) and not math.isfinite(value):
             raise InputError(f"config.{prefix}{f.name} is {value}; it must be a finite number.")
@@ -238,11 +237,6 @@ def _check_sizes(config: Config) -> None:
         raise InputError(
             f"config.global_batch_size is {config.global_batch_size} and gradient_accumulation "
             f"{config.gradient_accumulation}; the batch must split into that many equal microbatches."
-        )
-    if config.optimizer.warmup_steps > config.steps:
-        raise InputError(
-            f"config.optimizer.warmup_steps is {config.optimizer.warmup_steps} and steps {config.steps}; "
-            "the warmup must end within the run: lower warmup_steps or raise steps."
         )
     if list(axis_sizes(config.mesh).values()).count(-1) > 1:
         raise InputError(f"config.mesh is {axis_sizes(config.mesh)}; only one axis may be -1.")

@@ -136,7 +136,11 @@ def _batches(examples: grain.MapDataset, rows: tuple[int, ...], sharding: NamedS
         def part(index, array):
             return array[np.searchsorted(mine, numbers[index[:-1]])][..., index[-1]]
 
-        return {k: jax.make_array_from_callback(shape, sharding, functools.partial(part, array=v)) for k, v in local.items()}
+        # These copies are meant, even where a transfer guard forbids those that happen by the way.
+        with jax.transfer_guard_host_to_device("allow"):
+            return {
+                k: jax.make_array_from_callback(shape, sharding, functools.partial(part, array=v)) for k, v in local.items()
+            }
 
     dataset = _Rows(examples, mine, size, first).batch(len(mine), drop_remainder=True)
     # One thread of our own keeps batches ahead; Grain's threads within a batch only cost here.

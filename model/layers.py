@@ -7,6 +7,7 @@ inside the block, so that what is gathered over fsdp is the smaller copy.
 
 import functools
 import math
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -88,7 +89,7 @@ class RMSNorm(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         # The scale is whole on every device: it is small, and gathering it would cost a collective.
         init = nn.with_logical_partitioning(nn.initializers.ones, (None,))
-        scale = self.param("scale", init, (x.shape[-1],), jnp.dtype(self.param_dtype))
+        scale: Any = self.param("scale", init, (x.shape[-1],), jnp.dtype(self.param_dtype))
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         normed = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.epsilon)
         return (normed * scale).astype(x.dtype)
@@ -112,8 +113,8 @@ class Kernel(nn.Module):
         left, right, _ = self.spec.replace("->", ",").split(",")
         shared = [i for i, dim in enumerate(right) if dim in left]
         fan_in = math.prod(self.shape[i] for i in shared)
-        init = nn.initializers.truncated_normal(math.sqrt(self.scale / fan_in))
-        init = nn.with_logical_partitioning(init, self.axes)
+        normal = nn.initializers.truncated_normal(math.sqrt(self.scale / fan_in))
+        init = nn.with_logical_partitioning(normal, self.axes)
         kernel = self.param("kernel", init, self.shape, jnp.dtype(self.param_dtype))
         return project(self.spec, x, kernel, self.gradient_dtype)
 

@@ -3,8 +3,8 @@
 Dimensions, as suffixes: B batch, L length, D embed, V vocab.
 """
 
-import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -32,12 +32,12 @@ class Transformer(nn.Module):
         dtype = jnp.dtype(c.param_dtype)
         init = nn.initializers.normal
         table = nn.with_logical_partitioning(init(c.embed_dim**-0.5 if c.tie_embeddings else 1.0), ("vocab", "embed"))
-        self.embedding = self.param("embedding", table, (c.vocab_size, c.embed_dim), dtype)
+        self.embedding: Any = self.param("embedding", table, (c.vocab_size, c.embed_dim), dtype)
         self.block = Block(c, self.gradient_dtype)
         self.final_norm = RMSNorm(c.norm_epsilon, c.param_dtype)
         if not c.tie_embeddings:
             head = nn.with_logical_partitioning(init(c.embed_dim**-0.5), ("embed", "vocab"))
-            self.head = self.param("head", head, (c.embed_dim, c.vocab_size), dtype)
+            self.head: Any = self.param("head", head, (c.embed_dim, c.vocab_size), dtype)
 
     def __call__(self, tokens_BL, positions_BL, segment_ids_BL, deterministic: bool, key=None):
         """Hidden states x_BLD after the last norm, in the compute dtype; `logits` turns them into logits.
@@ -74,4 +74,3 @@ class Transformer(nn.Module):
         if c.logit_soft_cap:
             logits_BLV = c.logit_soft_cap * jnp.tanh(logits_BLV / c.logit_soft_cap)
         return logits_BLV
-

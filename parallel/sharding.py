@@ -45,7 +45,7 @@ def sharding(mesh: Mesh, rules: Rules, *names: str | None) -> NamedSharding:
     for name in names:
         if name is not None and name not in known:
             raise ValueError(f"{name!r} is not a logical axis; config.rules has {', '.join(known)}")
-    spec = nn.logical_to_mesh_axes(names, axis_rules(rules))
+    spec = nn.logical_to_mesh_axes(names, axis_rules(rules)) or ()
     # ('fsdp',) and 'fsdp' mean the same, but compare unequal, which would make jit compile again.
     return NamedSharding(mesh, PartitionSpec(*(a[0] if isinstance(a, tuple) and len(a) == 1 else a or None for a in spec)))
 

@@ -11,6 +11,7 @@ def plan_segments(config: Config) -> tuple[Segment, ...]:
     Raises InputError for a name that the block does not have.
     """
     plan = config.remat.plan
+    save: tuple[str, ...] | None
     if plan == "none":
         save = None
     elif plan == "full":

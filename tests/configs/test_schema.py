@@ -53,7 +53,6 @@ def _with(**fields) -> Config:
         ({"model__num_heads": 5}, "num_heads is 5 and num_kv_heads 2"),
         ({"model__head_dim": 5}, "head_dim is 5; rotary"),
         ({"gradient_accumulation": 3}, "global_batch_size is 16 and gradient_accumulation 3"),
-        ({"optimizer__warmup_steps": 2000}, "warmup_steps is 2000 and steps 1000"),
         ({"mesh__data": -1}, "only one axis may be -1"),
         ({"mesh__data": 0}, "config.mesh.data is 0; it must be greater than 0, or -1"),
         ({"mesh__data": -2}, "config.mesh.data is -2"),
@@ -84,7 +83,11 @@ def test_a_whole_number_will_do_for_a_float():
     "fields, sizes, told",
     [
         ({"global_batch_size": 12}, (8, 1, 1), r"gradient_accumulation = 12 does not divide by 8 \(batch is split over data=8"),
-        ({"model__num_heads": 6}, (1, 2, 4), r"config.model.num_heads = 6 does not divide by 4 \(heads is split over tensor=4\)"),
+        (
+            {"model__num_heads": 6},
+            (1, 2, 4),
+            r"config.model.num_heads = 6 does not divide by 4 \(heads is split over tensor=4\)",
+        ),
         ({"model__vocab_size": 321}, (1, 1, 2), "config.model.vocab_size = 321 does not divide by 2"),
         ({}, (1, 1, 4), "config.model.num_kv_heads = 2 does not divide by 4"),
         ({"model__embed_dim": 100}, (1, 8, 1), "config.model.embed_dim = 100 does not divide by 8"),
@@ -111,7 +114,12 @@ def test_config_files_are_valid_and_say_how_to_run_them(name):
     assert f"python main.py --config=configs/{name}.py" in module.__doc__
 
 
-PARAMETERS = {"decoder_125m": 109_529_856, "decoder_750m": 886_114_304, "decoder_8b": 8_030_261_248, "decoder_70b": 70_553_706_496}
+PARAMETERS = {
+    "decoder_125m": 109_529_856,
+    "decoder_750m": 886_114_304,
+    "decoder_8b": 8_030_261_248,
+    "decoder_70b": 70_553_706_496,
+}
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

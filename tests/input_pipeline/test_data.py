@@ -1,6 +1,7 @@
 """Documents, splits, tokens, windows, and the order-2 model."""
 
 import collections
+import hashlib
 import math
 
 import numpy as np
@@ -53,9 +54,37 @@ def test_windows_end_where_the_tokens_do():
         WindowSource(np.array([BOS, 1, 2]), BOS, 4)[1]
 
 
+@pytest.mark.parametrize("lengths, context, windows", [((0, 0, 0, 2), 2, 2), ((1, 1), 1, 2), ((0,), 4, 0), ((), 4, 0)])
+def test_windows_without_a_target_are_no_examples(lengths, context, windows):
+    """Empty documents give nothing to predict, nor does a window of one token before a document's end."""
+    tokens = np.array([t for n in lengths for t in [BOS] + [7] * n], np.uint16)
+    source = WindowSource(tokens, BOS, context)
+    assert len(source) == windows and source.num_targets == sum(lengths)
+    assert all(source[i]["weights"].any() for i in range(windows))
+    assert sum(source[i]["weights"].sum() for i in range(windows)) == sum(lengths)
+
+
+def test_dtypes_and_every_size_of_vocabulary():
+    document = [Document("a", b"abc")]
+    assert tokenize(document, ByteTokenizer()).dtype == np.uint16
+    window = WindowSource(tokenize(document, ByteTokenizer()), BOS, 8)[0]
+    assert {k: str(v.dtype) for k, v in window.items()} == {
+        "inputs": "int32", "targets": "int32", "positions": "int32", "segment_ids": "int32", "weights": "float32"
+    }  # fmt: skip
+
+
+def test_made_up_text_is_the_same_everywhere_and_can_be_learned():
+    """A checkpoint's data must be found again on another machine, Python and NumPy."""
+    train, heldout = load_documents(Data(source="synthetic"))
+    digest = hashlib.sha256(b"".join(d.raw for d in train + heldout)).hexdigest()
+    assert digest == "d66457d52e0c956e2c7bed26a2b8cf263ce85620cdc2e188544e35cf6c529dd9"
+    assert order2_bits_per_byte((d.raw for d in train), (d.raw for d in heldout)) < 1.5
+
+
 def test_the_standard_library_is_split_by_a_fixed_rule():
     names = [d.name for d in stdlib(Data())]
     assert "json/__init__.py" in names and not any("site-packages" in n for n in names)
+    assert all(d.raw.decode() is not None for d in stdlib(Data())), "a tokenizer of text must be able to read all"
     train, heldout = load_documents(Data())
     assert not {d.name for d in train} & {d.name for d in heldout}
     assert len(train) + len(heldout) == len({d.name for d in stdlib(Data()) if d.raw})
@@ -82,6 +111,28 @@ def test_text_files_by_glob(tmp_path):
         load_documents(Data(source="text", path=f"{tmp_path}/2/[58].txt", heldout_percent=0.1))
 
 
+def _text_files(folder, names):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    return load_documents(Data(source="text", path=f"{folder}/**/*.txt", heldout_percent=30.0))
+
+
+def test_moving_or_adding_files_leaves_the_others_where_they_are(tmp_path):
+    names = [f"a/{i}.txt" for i in range(20)]
+    _, first = _text_files(tmp_path / "first", names)
+    _, moved = _text_files(tmp_path / "second/deeper", names)
+    assert first == moved
+    _, more = _text_files(tmp_path / "first", [f"b/{i}.txt" for i in range(20)])
+    assert {d.name for d in more if d.name.startswith("a/")} == {d.name for d in first}
+
+
+def test_a_file_that_cannot_be_read_is_told(tmp_path):
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(InputError, match=r"gone.txt cannot be read: No such file"):
+        _text_files(tmp_path, ["a.txt"])
+
+
 @pytest.fixture(scope="module")
 def tokenizer_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer")
@@ -99,12 +150,39 @@ def tokenizer_file(tmp_path_factory):
 
 def test_a_hugging_face_tokenizer(tokenizer_file):
     tokenizer = load_tokenizer(str(tokenizer_file))
-    ids = tokenizer.encode("the cat – ü".encode())
-    assert len(ids) < len("the cat – ü".encode()) and tokenizer.bos_id not in ids
-    assert tokenizer.decode(ids) == "the cat – ü"
+    ids = tokenizer.encode("the cat, où".encode())
+    assert len(ids) < len("the cat, où".encode()) and tokenizer.bos_id not in ids
+    assert tokenizer.decode(ids) == "the cat, où"
     assert tokenizer.size > 256 and max(ids) < tokenizer.size
-    with pytest.raises(InputError, match="a.txt is not UTF-8: byte 1 is 0xff"):
+    with pytest.raises(InputError, match=r"a.txt is not UTF-8: byte 1 is 0xff"):
         tokenize([Document("a.txt", b"x\xff")], tokenizer)
+
+
+def test_a_document_may_spell_out_the_first_token(tokenizer_file):
+    """It is text there: the token itself would cut the document in two."""
+    tokenizer = load_tokenizer(str(tokenizer_file))
+    ids = tokenizer.encode(b"a <s> b")
+    assert tokenizer.bos_id not in ids and tokenizer.decode(ids) == "a <s> b"
+    assert tokenizer.decode(np.array([tokenizer.bos_id, *ids, tokenizer.size])) == "a <s> b"
+
+
+def test_a_tokenizer_file_cannot_cut_or_fill_up_documents(tokenizer_file):
+    made = tokenizers.Tokenizer.from_file(str(tokenizer_file))
+    made.enable_truncation(4)
+    made.enable_padding(length=4)
+    path = tokenizer_file.with_name("cutting.json")
+    made.save(str(path))
+    tokenizer = load_tokenizer(str(path))
+    assert tokenizer.decode(tokenizer.encode(b"the dog on the mat")) == "the dog on the mat"
+    assert len(tokenizer.encode(b"x")) == 1
+
+
+def test_a_tokenizer_without_tokens_for_the_held_out_text_is_refused(tmp_path):
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "a": 1}, unk_token="<s>"))
+    made.normalizer = tokenizers.normalizers.Replace(tokenizers.Regex("."), "")
+    made.save(str(tmp_path / "deaf.json"))
+    with pytest.raises(InputError, match=r"makes no token of the \d+ held-out documents"):
+        load_data(tiny.config(data={"source": "synthetic", "tokenizer": str(tmp_path / "deaf.json")}))
 
 
 def test_bytes_and_tokens_count_the_same_bytes(tokenizer_file):
@@ -123,7 +201,7 @@ def test_unusable_tokenizers_are_refused(tokenizer_file, name, told):
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer_is_refused():
-    with pytest.raises(InputError, match="vocab_size is 256.* must be at least 257"):
+    with pytest.raises(InputError, match=r"vocab_size is 256.* must be at least 257"):
         load_data(tiny.config(data={"source": "synthetic"}, model={"vocab_size": 256}))
 
 
@@ -136,7 +214,8 @@ def test_the_fingerprint_tells_data_apart():
 
 def test_order_2_model_against_dictionaries():
     train, heldout = [b"abracadabra", b"abc"], [b"abba", b"c"]
-    counts, contexts = collections.Counter(), collections.Counter()
+    counts: collections.Counter = collections.Counter()
+    contexts: collections.Counter = collections.Counter()
     for raw in train:
         for a, b, c in zip(b"\0\0" + raw, b"\0" + raw, raw, strict=False):
             counts[a, b, c] += 1

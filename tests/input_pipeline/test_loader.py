@@ -84,9 +84,7 @@ def test_microbatches_cut_the_same_batch():
 
 def test_batches_are_on_the_devices_split_as_asked():
     sharding = _sharding()
-    batches = train_batches(
-        Numbers(40), seed=0, microbatches=1, batch_size=8, sharding=sharding, first_example=0, prefetch=1
-    )
+    batches = train_batches(Numbers(40), seed=0, microbatches=1, batch_size=8, sharding=sharding, first_example=0, prefetch=1)
     with contextlib.closing(batches):
         batch = next(batches)["inputs"]
     assert batch.sharding == sharding and batch.addressable_shards[0].data.shape == (1, 2, 4)
@@ -94,9 +92,7 @@ def test_batches_are_on_the_devices_split_as_asked():
 
 def test_batches_are_prepared_ahead_and_no_thread_is_left():
     before, source = threading.active_count(), Numbers(400)
-    batches = train_batches(
-        source, seed=0, microbatches=1, batch_size=8, sharding=_sharding(), first_example=0, prefetch=3
-    )
+    batches = train_batches(source, seed=0, microbatches=1, batch_size=8, sharding=_sharding(), first_example=0, prefetch=3)
     next(batches)
     for _ in range(200):
         if len(source.asked) >= 8 * 4:
@@ -131,6 +127,31 @@ def test_evaluation_has_every_example_once_and_fills_up_with_weight_0(count):
     inputs, weights = (np.concatenate([batch[k] for batch in got]) for k in ("inputs", "weights"))
     assert list(inputs[weights[:, 0] > 0][:, 0]) == list(range(count))
     assert weights.sum() == count * 4
+
+
+def test_nothing_to_evaluate_is_refused():
+    with pytest.raises(InputError, match="no examples to evaluate"):
+        evaluation_batches(Numbers(0), batch_size=8, sharding=_sharding(leading=False), prefetch=2)
+
+
+def test_closing_twice_is_fine_and_closed_batches_say_so():
+    batches = evaluation_batches(Numbers(9), batch_size=8, sharding=_sharding(leading=False), prefetch=2)
+    next(batches)
+    batches.close()
+    batches.close()
+    with pytest.raises(ValueError, match="closed"):
+        next(batches)
+
+
+def test_a_split_of_the_length_and_a_transfer_guard_change_nothing():
+    spec = jax.sharding.PartitionSpec(None, ("data", "fsdp"), "tensor")
+    split = jax.sharding.NamedSharding(_sharding().mesh, spec)
+    with jax.transfer_guard("disallow"):
+        batches = train_batches(Numbers(40), seed=0, microbatches=1, batch_size=8, sharding=split, prefetch=0)
+        with contextlib.closing(batches):
+            batch = next(batches)["inputs"]
+    assert batch.addressable_shards[0].data.shape == (1, 2, 2)
+    np.testing.assert_array_equal(np.asarray(batch)[..., 0], _train(Numbers(40), 1)[0])
 
 
 def test_rows_of_all_devices_are_all_rows_once():
@@ -181,6 +202,3 @@ def test_each_of_two_processes_reads_only_its_rows_of_the_same_batch():
             f"RESULT (2, 2) {expected} {half}",
             f"RESULT (1, 4) {expected} {expected}",  # its devices hold a part of every row
         ]
-
-
-

@@ -203,9 +203,7 @@ def test_a_stack_of_one_layer_recomputes_too():
     assert flops["full"] > 1.1 * flops["none"]
 
 
-@pytest.mark.parametrize(
-    "segments", [(Segment(0, 2),), (Segment(0, 2), Segment(1, 2)), (Segment(0, 3), Segment(3, 0)), ()]
-)
+@pytest.mark.parametrize("segments", [(Segment(0, 2),), (Segment(0, 2), Segment(1, 2)), (Segment(0, 3), Segment(3, 0)), ()])
 def test_segments_must_cover_every_layer_once(segments):
     with pytest.raises(ValueError, match="must cover layers 0 to 2"):
         _gradients(segments)

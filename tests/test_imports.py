@@ -1,0 +1,64 @@
+"""Imports go one way, and the part that a forker reads first stays short."""
+
+import ast
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+FOLDERS = ("configs", "model", "input_pipeline", "parallel", "remat")
+FILES = [*ROOT.glob("*.py"), *(path for folder in FOLDERS for path in (ROOT / folder).glob("*.py"))]
+OURS = {path.stem for path in ROOT.glob("*.py")} | set(FOLDERS)
+
+# What each may import of ours. A line further down may not import one further up.
+BASE = {"parallel", "configs"}
+PARTS = {"model", "remat", "input_pipeline", "checkpointing", "optimizer", "losses", "metrics", "evaluate", "generate"}
+ALLOWED = {
+    "main": BASE | {"train"},
+    "train": BASE | PARTS,
+    "remat": BASE | {"remat", "model"},
+    "model": BASE | {"model"},
+    "input_pipeline": BASE | {"input_pipeline"},
+    "evaluate": BASE | {"input_pipeline"},
+    "generate": BASE,
+    "checkpointing": BASE,
+    "optimizer": BASE,
+    "losses": BASE,
+    "metrics": BASE,
+    "parallel": BASE,
+    "configs": {"configs"},
+}
+
+
+def _imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
+
+
+def _name(path):
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_go_one_way(path):
+    ours = {name for name in _imports(path) if name.split(".")[0] in OURS}
+    assert {name.split(".")[0] for name in ours} <= ALLOWED[_name(path)]
+    if _name(path) not in ("main", "configs"):
+        assert "configs.command_line" not in ours  # flags are the business of main alone
+    if _name(path) == "configs":
+        assert ours <= {"configs.schema"}
+
+
+def test_training_needs_no_heavy_package():
+    heavy = {"torch", "transformers", "tensorflow", "wandb", "libtpu"}
+    assert not heavy & {name.split(".")[0] for path in FILES for name in _imports(path)}
+
+
+def test_the_core_can_be_read_in_one_sitting():
+    lines = {p: len(p.read_text().splitlines()) for p in FILES}
+    core = ("main", "train", "model", "parallel")
+    assert sum(n for p, n in lines.items() if _name(p) in core or p.name == "schema.py") <= 1200
+    assert {str(p): n for p, n in lines.items() if n > 300} == {}
