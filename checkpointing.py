@@ -27,7 +27,12 @@ class Checkpointer:
         self._settings = settings
         self._folder = pathlib.Path(workdir) / "checkpoints"
         self._manager: Any = None
-        if self._folder.exists() or not read_only:
+        if not read_only:
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise InputError(f"--workdir={workdir} cannot be written to: {error.strerror}. Give another one.") from error
+        if self._folder.exists():
             self._manager = _open(self._folder, settings, read_only)
 
     def __enter__(self) -> "Checkpointer":
@@ -65,7 +70,7 @@ class Checkpointer:
         path = self._folder / str(step)
         with _Readable(path):
             stored = _leaves(self._manager.item_metadata(step)["state"].tree)
-        target = _check(path, stored, abstract_state, self._settings.convert_dtype)
+        target = _check(path, stored, abstract_state, self._settings.convert_dtype, "--workdir")
         with _Readable(path):
             items = ocp.args.Composite(state=ocp.args.StandardRestore(target))
             state = self._manager.restore(step, args=items)["state"]
@@ -85,7 +90,7 @@ def load_parameters(path: str, abstract_params: Any, *, convert_dtype: bool = Fa
         with _Readable(folder):
             tree = reader.metadata(folder / "state").item_metadata.tree
             stored = _leaves(tree["params"], "params/")
-        target = {"params": _check(folder, stored, {"params": abstract_params}, convert_dtype)["params"]}
+        target = {"params": _check(folder, stored, {"params": abstract_params}, convert_dtype, "checkpoint")["params"]}
         with _Readable(folder):
             restore_args = ocp.checkpoint_utils.construct_restore_args(target)
             args = ocp.args.PyTreeRestore(target, restore_args=restore_args, partial_restore=True)
@@ -109,7 +114,7 @@ def _open(folder: pathlib.Path, settings: Checkpoint, read_only: bool) -> ocp.Ch
         max_to_keep=settings.keep_last,
         keep_period=settings.keep_every_steps or None,
         cleanup_tmp_directories=not read_only,
-        create=not read_only,
+        create=False,
     )
     handlers = {"state": ocp.StandardCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
     return ocp.CheckpointManager(folder, options=options, item_handlers=handlers)
@@ -155,7 +160,7 @@ def _show(leaf: Any) -> str:
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
-def _check(path: pathlib.Path, stored: dict[str, Any], abstract: Any, convert_dtype: bool) -> Any:
+def _check(path: pathlib.Path, stored: dict[str, Any], abstract: Any, convert_dtype: bool, flag: str) -> Any:
     """`abstract` with the stored dtypes. Raises InputError if anything differs that must not."""
     wanted = _leaves(abstract)
     problems, only_dtypes = [], True
@@ -174,7 +179,7 @@ def _check(path: pathlib.Path, stored: dict[str, Any], abstract: Any, convert_dt
         change = (
             "Set config.model.param_dtype to what was stored, or convert with --config.checkpoint.convert_dtype=True."
             if only_dtypes
-            else "Set config.model (and config.optimizer) to what was stored, or give another --workdir."
+            else f"Set config.model (and config.optimizer) to what was stored, or give another {flag}."
         )
         raise InputError(f"The checkpoint {path} is of another model:\n  " + "\n  ".join(shown) + f"\n{change}")
     as_stored = lambda name, leaf: jax.ShapeDtypeStruct(leaf.shape, stored[name].dtype, sharding=leaf.sharding)  # noqa: E731

@@ -118,8 +118,10 @@ def describe_run(program, data) -> str:
     parameters = sum(math.prod(p.shape) for p in jax.tree.leaves(program.abstract_state.params))
     axes = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
     documents = data.fingerprint["documents"]
+    kind = mesh.devices.flat[0].device_kind
+    kind = "simulated CPU" if kind == "cpu" and mesh.size > 1 else kind
     return (
-        f"mesh {axes}: {mesh.size} {mesh.devices.flat[0].device_kind} devices, {jax.process_count()} process(es)\n"
+        f"mesh {axes}: {mesh.size} {kind} device(s), {jax.process_count()} process(es)\n"
         f"model {parameters:,} parameters in {c.model.num_layers} layers, remat plan {c.remat.plan!r}\n"
         f"data {documents:,} documents, {len(data.train):,} training and {len(data.heldout):,} held-out examples of "
         f"{c.context_length} tokens"

@@ -151,6 +151,12 @@ def test_the_newest_step_is_taken(saved, state, program):
     _equal(load_parameters(str(saved), program.abstract_state.params), newer.params)
 
 
+def test_a_workdir_that_cannot_be_made_is_one_sentence(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="cannot be written to: Not a directory. Give another one"):
+        Checkpointer(tmp_path / "file/run", Checkpoint())
+
+
 def test_no_checkpoint_is_one_sentence(tmp_path, program):
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(InputError, match="There is no checkpoint in"):

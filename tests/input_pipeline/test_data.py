@@ -166,6 +166,13 @@ def test_a_document_may_spell_out_the_first_token(tokenizer_file):
     assert tokenizer.decode(np.array([tokenizer.bos_id, *ids, tokenizer.size])) == "a <s> b"
 
 
+def test_the_first_token_is_never_decoded_not_even_where_it_is_an_ordinary_word(tmp_path):
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "a": 1, "b": 2}, unk_token="a"))
+    made.save(str(tmp_path / "words.json"))
+    assert load_tokenizer(str(tmp_path / "words.json")).decode(np.array([0, 1, 2])) == "a b"
+    assert ByteTokenizer().decode(np.array([BOS, 104, 105, 300])) == "hi"
+
+
 def test_a_tokenizer_file_cannot_cut_or_fill_up_documents(tokenizer_file):
     made = tokenizers.Tokenizer.from_file(str(tokenizer_file))
     made.enable_truncation(4)
@@ -212,8 +219,22 @@ def test_the_fingerprint_tells_data_apart():
     assert first == same and first != other
 
 
+def test_the_fingerprint_sees_a_single_changed_byte(tmp_path):
+    def fingerprint():
+        path = f"{tmp_path}/*.txt"
+        return load_data(tiny.config(data={"source": "text", "path": path}, model={"vocab_size": 320})).fingerprint
+
+    for i in range(200):
+        (tmp_path / f"{i}.txt").write_text(f"text {i:03}")
+    before = fingerprint()
+    (tmp_path / "7.txt").write_text("text 008")
+    after = fingerprint()
+    assert {k for k in before if before[k] != after[k]} == {"sha256"}
+
+
 def test_order_2_model_against_dictionaries():
-    train, heldout = [b"abracadabra", b"abc"], [b"abba", b"c"]
+    # A document of zeros has the context that every document begins with.
+    train, heldout = [b"abracadabra", b"abc", b"\0\0\0b"], [b"abba", b"c", b"\0\0"]
     counts: collections.Counter = collections.Counter()
     contexts: collections.Counter = collections.Counter()
     for raw in train:

@@ -1,0 +1,54 @@
+"""Does compile time grow with depth? Compiles the train step at 4 and at 64 layers, in turn, and prints the ratio.
+
+    make bench        (or: python bench/compile_time.py [--rounds=5])
+
+Tracing, lowering and compiling are all counted. Every round compiles both depths, so that a machine that slows
+down does not change the ratio. Expected: the median ratio is below 1.15.
+"""
+
+import argparse
+import pathlib
+import statistics
+import sys
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+
+import jax
+
+from configs.schema import Config, Mesh, Model
+from parallel.mesh import make_mesh
+from train import Program
+
+DEPTHS = (4, 64)
+
+
+def seconds(layers: int) -> float:
+    """Seconds from a config to a compiled step, with nothing cached from before."""
+    jax.clear_caches()
+    config = Config(model=Model(num_layers=layers, compute_dtype="float32"), mesh=Mesh(data=2, fsdp=2, tensor=2))
+    program = Program(config, make_mesh(config))
+    began = time.perf_counter()
+    program.compile_train_step()
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds = parser.parse_args().rounds
+    jax.config.update("jax_num_cpu_devices", 8)
+    seconds(2)  # what is loaded once
+    ratios = []
+    for i in range(rounds):
+        took = {layers: seconds(layers) for layers in (DEPTHS if i % 2 == 0 else DEPTHS[::-1])}
+        few, many = (took[layers] for layers in DEPTHS)
+        ratios.append(many / few)
+        print(
+            f"round {i + 1}/{rounds}: {DEPTHS[0]} layers {few:.2f} s, {DEPTHS[1]} layers {many:.2f} s, ratio {ratios[-1]:.3f}"
+        )
+    print(f"ratio: median {statistics.median(ratios):.3f}, from {min(ratios):.3f} to {max(ratios):.3f}")
+
+
+if __name__ == "__main__":
+    main()
