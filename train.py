@@ -251,7 +251,7 @@ def train(config: Config, mesh: Mesh, workdir: pathlib.Path) -> None:
         if config.sample.length:
             c = config.sample
             texts = sample_text(program, state.params, data.tokenizer, c.prompt, c.length, c.temperature, config.seed)
-            metrics.say(f"a sample, from {c.prompt!r} on:\n{texts[0]}")
+            metrics.say(f"a sample, from {c.prompt!r} on:\n{texts[0].rstrip()}")
 
 
 def evaluate_newest(config: Config, mesh: Mesh, workdir: pathlib.Path) -> None:

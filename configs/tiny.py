@@ -3,7 +3,7 @@
     python main.py --config=configs/tiny.py --workdir=runs/tiny
 
 Trains 0.1 M parameters for 20 steps on made-up text, on eight devices, in about ten seconds on two CPU cores.
-The loss falls from about 5.9 to below 4.5.
+The loss falls from about 6 to 2.5 nats a byte.
 """
 
 from configs.schema import Checkpoint, Config, Data, Mesh, Model, Optimizer

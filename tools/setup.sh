@@ -13,7 +13,7 @@ for python in $pythons; do
     rm -rf .venv
     if "$python" -m venv .venv \
         && .venv/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip \
-        && .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'; then
+        && .venv/bin/python -m pip install --quiet --disable-pip-version-check '.[dev]'; then
         cp pyproject.toml "$stamp"
         .venv/bin/python -c 'import flax, jax, sys; print(f"Ready: Python {sys.version.split()[0]}, jax {jax.__version__}, flax {flax.__version__}.")'
         exit
