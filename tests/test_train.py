@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -176,6 +177,13 @@ def test_goes_on_on_another_mesh(tmp_path, straight):
     losses = [rows[i]["loss"] for i in (1, 2)]
     np.testing.assert_allclose(losses, [straight[0][i]["loss"] for i in (1, 2)], rtol=1e-3)  # the schedule differs
     assert sorted(rows) == [1, 2, 3, 4]
+
+
+def test_goes_on_under_another_plan_with_the_same_losses(tmp_path):
+    before, _ = _train(tmp_path, 4)
+    shutil.rmtree(tmp_path / "checkpoints/4")
+    after, _ = _train(tmp_path, 4, remat={"plan": "names:q,up"})
+    assert [after[i]["loss"] for i in (3, 4)] == [before[i]["loss"] for i in (3, 4)]
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"context_length": 8}])

@@ -192,15 +192,14 @@ def test_saving_names_takes_memory_and_none_takes_most():
     assert temporaries["full"] < temporaries["names:up,gate"] < temporaries["none"]
 
 
-def test_a_stack_of_one_layer_recomputes_too():
-    """XLA inlines a loop of one trip; unless that is guarded against, it then merges recompute and forward pass."""
-    flops = {}
-    for plan in ("full", "none"):
-        program = tiny.program(
-            model={"num_layers": 1, "mlp_dim": 1024}, remat={"plan": plan}, mesh={"data": 1, "fsdp": 1, "tensor": 1}
-        )
-        flops[plan] = program.compile_train_step().cost_analysis()["flops"]
-    assert flops["full"] > 1.1 * flops["none"]
+@pytest.mark.parametrize("layers, guarded", [(1, True), (3, False)])
+def test_one_layer_is_guarded_against_merging_recompute_and_forward_pass(layers, guarded):
+    """XLA inlines a loop of one trip, and would then see common subexpressions; a longer loop needs no barrier."""
+    program = tiny.program(model={"num_layers": layers}, mesh={"data": 1, "fsdp": 1, "tensor": 1})
+    with program.on_mesh():
+        text = jax.jit(program.train_step).lower(program.abstract_state, program.abstract_batch()).as_text()
+    # One barrier belongs to the loss, whose chunks are checkpointed too.
+    assert (text.count("optimization_barrier") > 1) == guarded
 
 
 @pytest.mark.parametrize("segments", [(Segment(0, 2),), (Segment(0, 2), Segment(1, 2)), (Segment(0, 3), Segment(3, 0)), ()])
