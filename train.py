@@ -89,8 +89,12 @@ class Program:
         with self.on_mesh():
             if params is not None:
                 return jax.jit(self._new_state, out_shardings=self.state_shardings, donate_argnums=0)(params)
-            new = jax.jit(lambda key: self._new_state(nn.unbox(self._init_params(key))), out_shardings=self.state_shardings)
-            return new(jax.random.key(self.config.seed))
+            return self.init_program(jax.random.key(self.config.seed))
+
+    @functools.cached_property
+    def init_program(self) -> Any:
+        """The jitted function from a key to a new state; without its output shardings, parts would be made whole."""
+        return jax.jit(lambda key: self._new_state(nn.unbox(self._init_params(key))), out_shardings=self.state_shardings)
 
     # Data
 

@@ -108,14 +108,12 @@ def test_parameters_are_made_on_their_shards():
     program = tiny.program(mesh={"data": 1, "fsdp": 8, "tensor": 1}, model={"embed_dim": 512, "mlp_dim": 2048})
     whole = 3 * 512 * 2048 * 4  # one stacked kernel of the MLP
     with program.on_mesh():
-        new = jax.jit(
-            lambda key: program._new_state(training.nn.unbox(program._init_params(key))), out_shardings=program.state_shardings
-        )
-        compiled = new.lower(jax.random.key(0)).compile()
+        compiled = program.init_program.lower(jax.random.key(0)).compile()
     shapes = [list(map(int, s.split(","))) for s in re.findall(r"(?:f32|u32|s32)\[([\d,]+)\]", compiled.as_text())]
     assert max(np.prod(s) * 4 for s in shapes) <= whole / 8
     assert compiled.memory_analysis().temp_size_in_bytes < whole
     state = program.init_state()
+    assert jax.tree.map(lambda a: a.sharding, state) == program.state_shardings
     kernel = state.params["block"]["mlp"]["up"]["kernel"]
     assert {s.data.nbytes for s in kernel.addressable_shards} == {whole / 8}
 
