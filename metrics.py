@@ -3,6 +3,7 @@
 Only process 0 writes and prints.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -52,14 +53,12 @@ class MetricsFile:
 
 
 def read_rows(path: pathlib.Path) -> list[dict]:
-    """The rows of a metrics file, none if there is no file. A last line that was cut off is left out."""
+    """The rows of a metrics file, none if there is no file. Lines that are no rows are left out, as one cut off is."""
     rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        with contextlib.suppress(json.JSONDecodeError):
             rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
+    return [row for row in rows if isinstance(row, dict) and "step" in row]
 
 
 class Reporter:

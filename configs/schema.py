@@ -20,7 +20,7 @@ class InputError(Exception):
     """Bad input from the person who runs meshfit: `main.py` prints it without a traceback and exits with 2."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Model:
     """The decoder. Sizes are those of the whole model, not of a shard."""
 
@@ -42,7 +42,7 @@ class Model:
     param_dtype: str = "float32"
 
 
-@dataclass
+@dataclass(slots=True)
 class Mesh:
     """Devices by axis. One axis may be -1: all the devices that the others leave."""
 
@@ -53,7 +53,7 @@ class Mesh:
     cpu_devices: int = 8  # devices to simulate in one process where JAX finds no accelerator
 
 
-@dataclass
+@dataclass(slots=True)
 class Rules:
     """Which mesh axes split each logical axis: names joined by commas, or nothing for a whole copy everywhere.
 
@@ -72,7 +72,7 @@ class Rules:
     layers: str = ""
 
 
-@dataclass
+@dataclass(slots=True)
 class Data:
     source: str = "stdlib"  # stdlib (source files of Python's standard library) | text | synthetic
     path: str = ""  # text: a glob, such as 'books/**/*.txt'
@@ -81,7 +81,7 @@ class Data:
     prefetch_batches: int = 2  # prepared ahead of the step, on the devices already
 
 
-@dataclass
+@dataclass(slots=True)
 class Optimizer:
     """AdamW with warmup, cosine decay and clipping by global norm."""
 
@@ -95,20 +95,20 @@ class Optimizer:
     clip_norm: float = 1.0  # 0 is off
 
 
-@dataclass
+@dataclass(slots=True)
 class Loss:
     z_loss: float = 1e-4  # weight of log(Z)^2 (PaLM, arXiv:2204.02311, section 5)
     chunk_length: int = 512  # positions of each sequence whose logits exist at one time
     gradient_dtype: str = "float32"  # in which gradients are summed over devices and microbatches
 
 
-@dataclass
+@dataclass(slots=True)
 class Evaluation:
     every_steps: int = 0  # besides the one after the last step; 0: only that
     batch_size: int = 0  # sequences over all devices; 0: a microbatch of training
 
 
-@dataclass
+@dataclass(slots=True)
 class Checkpoint:
     every_steps: int = 1000  # the last step is saved in any case
     keep_last: int = 2
@@ -116,7 +116,7 @@ class Checkpoint:
     convert_dtype: bool = False  # allow reading parameters that were stored in another dtype
 
 
-@dataclass
+@dataclass(slots=True)
 class Sample:
     """What is written at the end of training."""
 
@@ -125,12 +125,12 @@ class Sample:
     temperature: float = 0.7
 
 
-@dataclass
+@dataclass(slots=True)
 class Remat:
     plan: str = "full"  # full | none | names:a,b,c (the activation names that every block saves)
 
 
-@dataclass
+@dataclass(slots=True)
 class Config:
     steps: int = 1000
     seed: int = 0

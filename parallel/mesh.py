@@ -17,14 +17,16 @@ def start(config: Config, coordinator_address: str = "", num_processes: int = 0,
     With a coordinator's address this process joins `num_processes` others. Where JAX finds no accelerator,
     the CPU shows `config.mesh.cpu_devices` devices, unless the environment sets JAX_NUM_CPU_DEVICES.
     """
+    if coordinator_address and not 0 <= process_id < num_processes:
+        raise InputError(
+            f"--process_id={process_id} and --num_processes={num_processes}; with --coordinator_address both "
+            "are needed: how many processes there are, and which one this is, counted from 0."
+        )
+    if not coordinator_address and (num_processes or process_id != -1):
+        raise InputError("--num_processes and --process_id do nothing without --coordinator_address; give that too.")
     if "JAX_NUM_CPU_DEVICES" not in os.environ:
         jax.config.update("jax_num_cpu_devices", config.mesh.cpu_devices)
     if coordinator_address:
-        if not 0 <= process_id < num_processes:
-            raise InputError(
-                f"--process_id={process_id} and --num_processes={num_processes}; with --coordinator_address both "
-                "are needed: how many processes there are, and which one this is, counted from 0."
-            )
         jax.distributed.initialize(coordinator_address, num_processes, process_id)
 
 
@@ -43,7 +45,13 @@ def make_mesh(config: Config, devices: list | None = None) -> Mesh:
     wanted = config.mesh.num_devices
     if wanted > len(devices):
         raise InputError(f"config.mesh.num_devices is {wanted}, but JAX sees {_describe(devices)}.{_more_cpu(devices)}")
+    processes = {device.process_index for device in devices}
     devices = devices[: wanted or None]
+    if processes - {device.process_index for device in devices}:
+        raise InputError(
+            f"config.mesh.num_devices is {wanted}, which leaves some of the {len(processes)} processes without a device. "
+            "Start fewer processes, or take more devices."
+        )
     sizes = _resolve(axis_sizes(config.mesh), devices, asked=wanted)
     validate_on_mesh(config, sizes)
     grid = _arrange(tuple(sizes.values()), devices)
@@ -95,5 +103,5 @@ def _arrange(shape: tuple[int, ...], devices: list):
     axes = ", ".join(f"{axis}={size}" for axis, size in zip(AXES, shape, strict=True))
     raise InputError(
         f"The devices come in {len(slices)} slices, but no axis of the mesh {axes} is a multiple of "
-        f"{len(slices)}. Make config.mesh.data one, so that only it crosses the network between slices."
+        f"{len(slices)}. Make config.mesh.data a multiple, so that only it crosses the network between slices."
     )

@@ -31,11 +31,14 @@ ALLOWED = {
 
 
 def _imports(path):
+    """Names that a file imports: of `from a import b` both a and a.b, as b may be a module."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield node.module
+            parent = path.relative_to(ROOT).parts[: -node.level] if node.level else ()
+            module = ".".join([*parent, *([node.module] if node.module else [])])
+            yield from (module, *(f"{module}.{alias.name}" for alias in node.names))
 
 
 def _name(path):
@@ -46,10 +49,26 @@ def _name(path):
 def test_imports_go_one_way(path):
     ours = {name for name in _imports(path) if name.split(".")[0] in OURS}
     assert {name.split(".")[0] for name in ours} <= ALLOWED[_name(path)]
-    if _name(path) not in ("main", "configs"):
-        assert "configs.command_line" not in ours  # flags are the business of main alone
     if _name(path) == "configs":
-        assert ours <= {"configs.schema"}
+        assert all(name == "configs" or name.startswith("configs.schema") for name in ours)
+
+
+def test_flags_are_the_business_of_main_alone():
+    users = {
+        _name(p) for p in FILES for name in _imports(p) if name.startswith(("absl.flags", "absl.app", "configs.command_line"))
+    }
+    assert users == {"main", "configs"}
+
+
+def test_a_config_file_imports_the_schema_and_nothing_else():
+    own = ("__init__", "command_line", "schema")
+    for path in (p for p in (ROOT / "configs").glob("*.py") if p.stem not in own):
+        assert {name.split(".")[0] for name in _imports(path)} == {"configs"}, path
+
+
+def test_the_schema_and_the_command_line_do_not_import_jax():
+    for path in (ROOT / "configs").glob("*.py"):
+        assert not {"jax", "flax", "numpy", "optax"} & {name.split(".")[0] for name in _imports(path)}, path
 
 
 def test_training_needs_no_heavy_package():

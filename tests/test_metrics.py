@@ -23,15 +23,31 @@ def test_rows_of_steps_that_are_done_again_are_dropped(tmp_path):
         report.step(4, VALUES)
     assert _steps(path) == [1, 2, 3, 4]
     row = json.loads(path.read_text().splitlines()[-1])
-    assert row["loss"] == 2.5 and row["tokens_per_second"] == pytest.approx(128 / row["step_seconds"])
+    assert row["step"] == 4 and row["loss"] == 2.5 and row["tokens_per_second"] == pytest.approx(128 / row["step_seconds"])
 
 
-def test_a_line_that_was_cut_off_is_dropped(tmp_path):
+@pytest.mark.parametrize("end", ['{"st', '{"step": 3}', "\0\0\0\0", "3"])
+def test_a_line_that_was_cut_off_is_dropped_and_the_next_row_gets_its_own(tmp_path, end):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    path.write_text('{"step": 1}\n{"step": 2}\n' + end)
+    file = metrics.MetricsFile(tmp_path, 2)
+    file.write({"step": 3, "loss": 1.0})
+    file.close()
+    assert _steps(path) == [1, 2, 3]
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_line_that_cannot_be_read_costs_no_other(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n\xff{"st\n{"step": 2}\n')
     metrics.MetricsFile(tmp_path, 10).close()
     assert _steps(path) == [1, 2]
-    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_rows_can_be_read_while_the_run_goes_on(tmp_path):
+    with metrics.Reporter(tmp_path, 0, 5, 1) as report:
+        report.step(1, VALUES)
+        assert _steps(tmp_path / "metrics.jsonl") == [1]
 
 
 def test_plain_lines_where_there_is_no_terminal(tmp_path, capsys, monkeypatch):

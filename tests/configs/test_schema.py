@@ -134,3 +134,10 @@ def test_every_field_has_a_name_of_its_own_path():
     assert len(names) == len(set(names)) and "model.num_layers" in names and "steps" in names
     assert {f.name for f in dataclasses.fields(Model)} == {n.split(".")[1] for n in names if n.startswith("model.")}
     assert {"mesh.data", "mesh.fsdp", "mesh.tensor"} <= set(names) and dataclasses.is_dataclass(Mesh)
+
+
+def test_a_misspelt_field_cannot_be_set_in_a_config_file_either():
+    config = Config()
+    for node, name in ((config, "stesp"), (config.model, "n_layer")):
+        with pytest.raises(AttributeError):
+            setattr(node, name, 3)
