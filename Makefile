@@ -17,7 +17,7 @@ test: setup ## run the tests
 lint: setup ## ruff and mypy
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/mypy
+	.venv/bin/python -m mypy
 
 format: setup ## let ruff mend what it can
 	.venv/bin/ruff check --fix .

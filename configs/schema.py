@@ -160,13 +160,13 @@ def field_names(node: Any, prefix: str = "") -> list[str]:
     return names
 
 
-def _check_types(node: Any, prefix: str = "") -> None:
+def check_types(node: Any, prefix: str = "") -> None:
     for f in dataclasses.fields(node):
         value, wanted = getattr(node, f.name), cast(type, f.type)
         if dataclasses.is_dataclass(wanted):
             if not isinstance(value, wanted):
                 raise InputError(f"config.{prefix}{f.name} is {value!r}; it must be a configs.schema.{wanted.__name__}.")
-            _check_types(value, f"{prefix}{f.name}.")
+            check_types(value, f"{prefix}{f.name}.")
             continue
         if wanted is float and type(value) is int:
             value = float(value)
@@ -192,7 +192,7 @@ def validate(config: Config) -> None:
     """Checks whatever needs no devices. Raises `InputError` naming the field, its value and what is allowed."""
     if not isinstance(config, Config):
         raise InputError(f"get_config() returned a {type(config).__name__}; it must return a configs.schema.Config.")
-    _check_types(config)
+    check_types(config)
     positive = (
         "steps global_batch_size gradient_accumulation context_length log_every_steps model.num_layers "
         "model.embed_dim model.mlp_dim model.num_heads model.num_kv_heads model.head_dim model.vocab_size "

@@ -3,11 +3,16 @@
 # With PYTHON set, only that one counts. Nothing found: a message, exit code 2.
 
 check='
-import sys
+import os, sys
 assert (3, 11) <= sys.version_info[:2] < (3, 15) and sys.maxsize > 2**32
 import ensurepip, venv
-print("%d.%d.%d" % sys.version_info[:3], sys.executable)
+python = sys.executable
+if os.path.realpath(os.path.dirname(python)) == os.path.realpath(".venv/bin"):
+    python = sys._base_executable  # .venv is activated: setup removes it, so name what it was made with
+print("%d.%d.%d" % sys.version_info[:3], python)
 '
+IFS='
+' # a path may have spaces
 wanted="Python 3.11 to 3.14, 64 bit, with venv and ensurepip"
 
 if [ -n "${PYTHON:-}" ]; then
