@@ -9,6 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 
 def sample_text(program, params, tokenizer, prompt: str, length: int, temperature: float, seed: int) -> list[str]:
@@ -25,7 +26,8 @@ def sample_text(program, params, tokenizer, prompt: str, length: int, temperatur
     tokens[:, : len(given)] = given
     with program.on_mesh():
         run = functools.partial(_continue, program.model, len(given), tokenizer.size, temperature)
-        out = jax.jit(run)(params, tokens, jax.random.key(seed))
+        whole = NamedSharding(program.mesh, PartitionSpec())  # every process can read it
+        out = jax.jit(run, out_shardings=whole)(params, tokens, jax.random.key(seed))
     return [_text(tokenizer, row, len(given)) for row in np.asarray(out)]
 
 

@@ -265,5 +265,6 @@ def evaluate_newest(config: Config, mesh: Mesh, workdir: pathlib.Path) -> None:
         step = checkpoints.latest_step()
         if step is None:
             raise InputError(f"There is no checkpoint in {workdir} to evaluate: train first, or give another --workdir.")
-        params = load_parameters(str(workdir), program.abstract_state.params, convert_dtype=config.checkpoint.convert_dtype)
+        folder, convert = workdir / "checkpoints" / str(step), config.checkpoint.convert_dtype
+        params = load_parameters(str(folder), program.abstract_state.params, convert_dtype=convert)
     metrics.say(f"step {step}: {metrics.describe(evaluate(program, params, data))}")

@@ -60,13 +60,14 @@ def checkpointed(block_class: type[nn.Module], policy: Callable | None, prevent_
             raise TypeError(f"{block_class.__name__}.__call__{signature}: {error}.") from None
         bound.apply_defaults()
         flag = bound.arguments["deterministic"]
-        bound.arguments["deterministic"] = _as_bool(flag, block_class.__name__)
+        bound.arguments["deterministic"] = static_bool(flag, block_class.__name__)
         return lifted(*(bound.arguments[n] for n in names))
 
     return run
 
 
-def _as_bool(flag, owner: str) -> bool:
+def static_bool(flag, owner: str) -> bool:
+    """`flag` as a Python bool. Raises TypeError, naming `owner`, if it is traced or no bool."""
     if isinstance(flag, bool | np.bool_):
         return bool(flag)
     kind = "a traced value" if isinstance(flag, jax.core.Tracer) else f"{flag!r} ({type(flag).__name__})"

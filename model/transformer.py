@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from configs.schema import Model
 from model.layers import Block, RMSNorm, dropout, project
-from model.stack import Segment, run_segments
+from model.stack import Segment, run_segments, static_bool
 from parallel.sharding import constrain
 
 
@@ -47,7 +47,7 @@ class Transformer(nn.Module):
           deterministic: a Python bool; True turns dropout off.
           key: the step's dropout key; needed when there is dropout.
         """
-        c = self.config
+        c, deterministic = self.config, static_bool(deterministic, "Transformer")
         if deterministic or c.dropout_rate == 0:
             key = None
         elif key is None:

@@ -68,6 +68,15 @@ def test_qk_norm_adds_a_scale_per_head_dimension():
     assert params["query_norm"]["scale"].shape == params["key_norm"]["scale"].shape == (3, 8)
 
 
+@pytest.mark.parametrize("plan", ["full", "none"])
+def test_a_traced_flag_is_refused_by_the_model_under_every_plan(plan):
+    program = tiny.program(mesh=ONE_DEVICE, remat={"plan": plan})
+    ids = jnp.zeros((1, 16), jnp.int32)
+    apply = lambda params, flag: program.model.apply({"params": params}, ids, ids, ids, flag)  # noqa: E731
+    with pytest.raises(TypeError, match="a traced value as `deterministic`; it must be a Python bool"):
+        jax.eval_shape(apply, program.abstract_state.params, True)
+
+
 def test_dropout_without_a_key_is_refused():
     program = tiny.program(mesh=ONE_DEVICE, model={"dropout_rate": 0.1})
     params = program.abstract_state.params
