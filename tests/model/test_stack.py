@@ -208,5 +208,13 @@ def test_segments_must_cover_every_layer_once(segments):
         _gradients(segments)
 
 
+def test_the_compiled_program_does_not_grow_with_depth():
+    sizes = {}
+    for depth in (4, 16):
+        compiled = tiny.program(model={"num_layers": depth}).compile_train_step()
+        sizes[depth] = sum(" = " in line for line in compiled.as_text().splitlines())
+    assert sizes[16] == pytest.approx(sizes[4], rel=0.01)
+
+
 def test_segments_can_be_compared_and_stored():
     assert dataclasses.asdict(Segment(0, 2, ("q",))) == {"first_layer": 0, "num_layers": 2, "save": ("q",)}
