@@ -19,9 +19,11 @@ from absl import flags
 from ml_collections import config_flags
 
 from configs import schema
-from configs.schema import Config, InputError, check_types, field_names, validate
+from configs.schema import Config, InputError, field_names
+from configs.validation import check_types, validate
 
 FLAGS = flags.FLAGS
+NOT_CONFIGS = ("__init__", "command_line", "schema", "validation")  # files of this folder
 _OVERRIDE = re.compile(r"--?(no)?config\.([^=]*)")
 # What Python says of a field that the dataclass does not have: given to its constructor, or set later.
 _NO_FIELD = re.compile(
@@ -82,8 +84,8 @@ def _check_config_given(argv: list[str]) -> None:
     at = [i for i, arg in enumerate(argv) if arg.partition("=")[0] in ("--config", "-config")]
     if len(at) > 1:
         raise InputError(f"--config is given {len(at)} times: {', '.join(argv[i] for i in at)}. Give one.")
-    folder, not_configs = os.path.dirname(__file__), ("__init__.py", "command_line.py", "schema.py")
-    ours = sorted(name for name in os.listdir(folder) if name.endswith(".py") and name not in not_configs)
+    folder = os.path.dirname(__file__)
+    ours = sorted(name for name in os.listdir(folder) if name.endswith(".py") and name.removesuffix(".py") not in NOT_CONFIGS)
     folder = os.path.relpath(folder)
     there = f"{folder}/ has {', '.join(ours)}."
     if not at:

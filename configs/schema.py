@@ -1,4 +1,4 @@
-"""What can be configured: typed fields with their defaults, and the checks that need no devices.
+"""What can be configured: typed fields with their defaults. `configs/validation.py` has the checks.
 
 A file in this folder returns a `Config` from `get_config()` and names only what differs from the
 defaults here. Any field can be set on the command line: `--config.model.num_layers=4`. A field says
@@ -6,14 +6,16 @@ whose size it is where that could be mistaken: `global_batch_size` counts sequen
 """
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 AXES = ("data", "fsdp", "tensor")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 SOURCES = ("stdlib", "text", "synthetic")
 ACTIVATIONS = ("swiglu", "geglu", "gelu")
+ATTENTION_KERNELS = ("auto", "splash", "cudnn", "xla")
+OPTIMIZERS = ("adamw", "adafactor", "muon")
+SCHEDULES = ("cosine", "linear", "wsd")
 
 
 class InputError(Exception):
@@ -37,6 +39,8 @@ class Model:
     dropout_rate: float = 0.0  # after the embedding, attention and the MLP
     logit_soft_cap: float = 0.0  # cap * tanh(logits / cap); 0 is off
     rope_theta: float = 10_000.0
+    sliding_window: int = 0  # positions that a token sees, itself included; 0: all before it
+    attention_kernel: str = "auto"  # splash (TPU) | cudnn (GPU) | xla | auto: the one for the devices, where the sizes allow
     norm_epsilon: float = 1e-6
     compute_dtype: str = "bfloat16"
     param_dtype: str = "float32"
@@ -83,14 +87,18 @@ class Data:
 
 @dataclass(slots=True)
 class Optimizer:
-    """AdamW with warmup, cosine decay and clipping by global norm."""
+    """What turns gradients into updates, after they are clipped by their global norm."""
 
+    name: str = "adamw"  # adamw | adafactor | muon (on the matrices of the blocks, adamw on the rest)
     learning_rate: float = 3e-4  # at its highest
+    schedule: str = "cosine"  # after the warmup: cosine | linear | wsd (constant, then a linear decay)
     warmup_steps: int = 100
+    decay_fraction: float = 0.2  # wsd: the share of all steps, at the end, in which the learning rate falls
     final_learning_rate_fraction: float = 0.1  # of learning_rate, reached at the last step
     weight_decay: float = 0.1  # on matrices only
-    b1: float = 0.9
-    b2: float = 0.95
+    b1: float = 0.9  # adamw's first moment
+    b2: float = 0.95  # adamw's second moment
+    momentum: float = 0.95  # muon's, in Nesterov's form
     epsilon: float = 1e-8
     clip_norm: float = 1.0  # 0 is off
 
@@ -118,11 +126,20 @@ class Checkpoint:
 
 @dataclass(slots=True)
 class Sample:
-    """What is written at the end of training."""
+    """How text is sampled: at the end of training, and by --mode=generate."""
 
     prompt: str = "def "
-    length: int = 0  # tokens; 0: no sample
-    temperature: float = 0.7
+    length: int = 0  # tokens; 0: no sample after training, and as many as the context holds in --mode=generate
+    temperature: float = 0.7  # 0: always the likeliest token
+    top_k: int = 0  # only the k likeliest tokens; 0: all
+    top_p: float = 1.0  # only the likeliest tokens that together have this probability (arXiv:1904.09751)
+    seed: int = 0
+    count: int = 1  # samples, each another one
+
+
+@dataclass(slots=True)
+class Profile:
+    steps: tuple = ()  # (first, last): profile these steps and those between, into WORKDIR/profile
 
 
 @dataclass(slots=True)
@@ -149,6 +166,7 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     sample: Sample = field(default_factory=Sample)
     remat: Remat = field(default_factory=Remat)
+    profile: Profile = field(default_factory=Profile)
 
 
 def field_names(node: Any, prefix: str = "") -> list[str]:
@@ -160,97 +178,6 @@ def field_names(node: Any, prefix: str = "") -> list[str]:
     return names
 
 
-def check_types(node: Any, prefix: str = "") -> None:
-    for f in dataclasses.fields(node):
-        value, wanted = getattr(node, f.name), cast(type, f.type)
-        if dataclasses.is_dataclass(wanted):
-            if not isinstance(value, wanted):
-                raise InputError(f"config.{prefix}{f.name} is {value!r}; it must be a configs.schema.{wanted.__name__}.")
-            check_types(value, f"{prefix}{f.name}.")
-            continue
-        if wanted is float and type(value) is int:
-            value = float(value)
-            setattr(node, f.name, value)
-        if type(value) is not wanted:
-            raise InputError(
-                f"config.{prefix}{f.name} is {value!r} ({type(value).__name__}); it must be of type {wanted.__name__}."
-            )
-        if isinstance(value, float) and not math.isfinite(value):
-            raise InputError(f"config.{prefix}{f.name} is {value}; it must be a finite number.")
-
-
-def _require(config: Config, names: str, allowed: str, holds) -> None:
-    for name in names.split():
-        node: Any = config
-        for part in name.split("."):
-            node = getattr(node, part)
-        if not holds(node):
-            raise InputError(f"config.{name} is {node!r}; it must be {allowed}.")
-
-
-def validate(config: Config) -> None:
-    """Checks whatever needs no devices. Raises `InputError` naming the field, its value and what is allowed."""
-    if not isinstance(config, Config):
-        raise InputError(f"get_config() returned a {type(config).__name__}; it must return a configs.schema.Config.")
-    check_types(config)
-    positive = (
-        "steps global_batch_size gradient_accumulation context_length log_every_steps model.num_layers "
-        "model.embed_dim model.mlp_dim model.num_heads model.num_kv_heads model.head_dim model.vocab_size "
-        "model.rope_theta model.norm_epsilon mesh.cpu_devices data.prefetch_batches optimizer.learning_rate "
-        "optimizer.epsilon loss.chunk_length checkpoint.every_steps checkpoint.keep_last"
-    )
-    not_negative = (
-        "seed model.logit_soft_cap mesh.num_devices optimizer.warmup_steps optimizer.weight_decay "
-        "optimizer.clip_norm loss.z_loss evaluation.every_steps evaluation.batch_size "
-        "checkpoint.keep_every_steps sample.length sample.temperature"
-    )
-    _require(config, positive, "greater than 0", lambda v: v > 0)
-    _require(config, not_negative, "0 or greater", lambda v: v >= 0)
-    _require(config, "seed", "less than 2**32", lambda v: v < 2**32)
-    _require(config, "model.dropout_rate optimizer.b1 optimizer.b2", "at least 0 and below 1", lambda v: 0 <= v < 1)
-    _require(config, "optimizer.final_learning_rate_fraction", "between 0 and 1", lambda v: 0 <= v <= 1)
-    _require(config, "data.heldout_percent", "above 0 and below 100", lambda v: 0 < v < 100)
-    _require(config, "mesh.data mesh.fsdp mesh.tensor", "greater than 0, or -1", lambda v: v > 0 or v == -1)
-    dtypes = "model.compute_dtype model.param_dtype loss.gradient_dtype"
-    _require(config, dtypes, f"one of {', '.join(DTYPES)}", lambda v: v in DTYPES)
-    _require(config, "data.source", f"one of {', '.join(SOURCES)}", lambda v: v in SOURCES)
-    _require(config, "model.activation", f"one of {', '.join(ACTIVATIONS)}", lambda v: v in ACTIVATIONS)
-    _check_sizes(config)
-    _check_rules(config.rules)
-    plan = config.remat.plan
-    if plan not in ("full", "none") and not (plan.startswith("names:") and all(plan[len("names:") :].split(","))):
-        raise InputError(f"config.remat.plan is {plan!r}; it must be 'full', 'none' or 'names:a,b,c'.")
-    if config.data.source == "text" and not config.data.path:
-        raise InputError("config.data.path is empty; data.source='text' needs a glob, such as 'books/**/*.txt'.")
-
-
-def _check_sizes(config: Config) -> None:
-    model = config.model
-    if model.num_heads % model.num_kv_heads:
-        raise InputError(
-            f"config.model.num_heads is {model.num_heads} and num_kv_heads {model.num_kv_heads}; "
-            "num_heads must be a multiple of num_kv_heads, so that every key head serves equally many queries."
-        )
-    if model.head_dim % 2:
-        raise InputError(f"config.model.head_dim is {model.head_dim}; rotary positions need an even number.")
-    if config.global_batch_size % config.gradient_accumulation:
-        raise InputError(
-            f"config.global_batch_size is {config.global_batch_size} and gradient_accumulation "
-            f"{config.gradient_accumulation}; the batch must split into that many equal microbatches."
-        )
-    if list(axis_sizes(config.mesh).values()).count(-1) > 1:
-        raise InputError(f"config.mesh is {axis_sizes(config.mesh)}; only one axis may be -1.")
-
-
-def _check_rules(rules: Rules) -> None:
-    for name, axes in mesh_axes(rules).items():
-        if not set(axes) <= set(AXES) or len(set(axes)) != len(axes):
-            raise InputError(
-                f"config.rules.{name} is {getattr(rules, name)!r}; it must name mesh axes out of "
-                f"{', '.join(AXES)}, each at most once, joined by commas, or be empty."
-            )
-
-
 def axis_sizes(mesh: Mesh) -> dict[str, int]:
     """Size of each mesh axis as configured, outermost first."""
     return {axis: getattr(mesh, axis) for axis in AXES}
@@ -260,37 +187,3 @@ def mesh_axes(rules: Rules) -> dict[str, tuple[str, ...]]:
     """For each logical axis the mesh axes that split it, in order of precedence."""
     return {f.name: tuple(getattr(rules, f.name).split(",")) if getattr(rules, f.name) else () for f in
             dataclasses.fields(rules)}  # fmt: skip
-
-
-def validate_on_mesh(config: Config, sizes: dict[str, int]) -> None:
-    """Checks that everything that the mesh splits divides. `sizes`: devices on each axis, all known.
-
-    Raises `InputError` with every size that does not divide, and by what.
-    """
-    rules = mesh_axes(config.rules)
-    model = config.model
-    microbatch = config.global_batch_size // config.gradient_accumulation
-    checks = [
-        ("global_batch_size / gradient_accumulation", "batch", microbatch),
-        ("evaluation.batch_size", "batch", config.evaluation.batch_size or microbatch),
-        ("context_length", "length", config.context_length),
-        ("model.vocab_size", "vocab", model.vocab_size),
-        ("model.num_heads", "heads", model.num_heads),
-        ("model.num_kv_heads", "kv_heads", model.num_kv_heads),
-        ("model.mlp_dim", "mlp", model.mlp_dim),
-        ("model.embed_dim", "embed", model.embed_dim),
-        ("model.head_dim", "head_dim", model.head_dim),
-        ("model.num_layers", "layers", model.num_layers),
-    ]
-    problems = []
-    for name, logical, size in checks:
-        shards = math.prod(sizes[axis] for axis in rules[logical])
-        if size % shards:
-            split = " x ".join(f"{axis}={sizes[axis]}" for axis in rules[logical])
-            problems.append(f"config.{name} = {size} does not divide by {shards} ({logical} is split over {split})")
-    if problems:
-        mesh = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
-        raise InputError(
-            f"The sizes do not fit the mesh {mesh}:\n  " + "\n  ".join(problems)
-            + "\nChange those sizes, the mesh (config.mesh.*) or the rules (config.rules.*)."
-        )  # fmt: skip

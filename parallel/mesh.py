@@ -8,7 +8,8 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from configs.schema import AXES, Config, InputError, axis_sizes, validate_on_mesh
+from configs.schema import AXES, Config, InputError, axis_sizes
+from configs.validation import validate_on_mesh
 
 
 def start(config: Config, coordinator_address: str = "", num_processes: int = 0, process_id: int = -1) -> None:

@@ -5,7 +5,8 @@ import dataclasses
 import jax
 import numpy as np
 
-from configs.schema import Config, Mesh, Model, Optimizer, validate
+from configs.schema import Config, Mesh, Model, Optimizer
+from configs.validation import validate
 from parallel.mesh import make_mesh
 from train import Program
 

@@ -9,13 +9,13 @@ import jax
 import pytest
 
 from configs import schema
-from configs.schema import Config, InputError, Mesh, Model, field_names, validate, validate_on_mesh
+from configs.command_line import NOT_CONFIGS
+from configs.schema import Config, InputError, Mesh, Model, field_names
+from configs.validation import validate, validate_on_mesh
 from parallel.mesh import make_mesh
 from train import Program
 
-FILES = sorted(
-    p.stem for p in pathlib.Path(schema.__file__).parent.glob("*.py") if p.stem not in ("__init__", "schema", "command_line")
-)
+FILES = sorted(p.stem for p in pathlib.Path(schema.__file__).parent.glob("*.py") if p.stem not in NOT_CONFIGS)
 
 
 def _with(**fields) -> Config:
@@ -50,6 +50,20 @@ def _with(**fields) -> Config:
         ({"model__compute_dtype": "fp8"}, "must be one of float32, bfloat16"),
         ({"data__source": "web"}, "must be one of stdlib, text, synthetic"),
         ({"data__source": "text"}, "config.data.path is empty"),
+        ({"model__attention_kernel": "flash"}, "must be one of auto, splash, cudnn, xla"),
+        ({"model__sliding_window": -1}, "config.model.sliding_window is -1; it must be 0 or greater"),
+        ({"optimizer__name": "adam"}, "must be one of adamw, adafactor, muon"),
+        ({"optimizer__schedule": "step"}, "must be one of cosine, linear, wsd"),
+        ({"optimizer__decay_fraction": 0.0}, "decay_fraction is 0.0; it must be above 0 and at most 1"),
+        ({"sample__top_p": 0.0}, "config.sample.top_p is 0.0; it must be above 0 and at most 1"),
+        ({"sample__top_p": 1.1}, "above 0 and at most 1"),
+        ({"sample__top_k": -1}, "config.sample.top_k is -1; it must be 0 or greater"),
+        ({"sample__count": 0}, "config.sample.count is 0; it must be greater than 0"),
+        ({"profile__steps": (5,)}, r"config.profile.steps is \(5,\); it must be the first and the last step to profile"),
+        ({"profile__steps": (5, 4)}, "the first and the last step"),
+        ({"profile__steps": [0, 4]}, "the first and the last step"),
+        ({"profile__steps": (1, True)}, "the first and the last step"),
+        ({"profile__steps": 5}, r"config.profile.steps is 5 \(int\); it must be of type tuple"),
         ({"model__num_heads": 5}, "num_heads is 5 and num_kv_heads 2"),
         ({"model__head_dim": 5}, "head_dim is 5; rotary"),
         ({"gradient_accumulation": 3}, "global_batch_size is 16 and gradient_accumulation 3"),
