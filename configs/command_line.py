@@ -152,7 +152,8 @@ def _explain(error: flags.Error) -> str:
         return f"config.{override[1]} is {override[2]!r}; it must be of type {type(default).__name__}, as in {default!r}."
     if isinstance(error, flags.UnrecognizedFlagError):
         name, known = error.flagname, [f.name for f in _our_flags()]
-        meant = [f"config.{k}" for k in field_names(Config()) if name in (k, k.rpartition(".")[2])]
+        fields = field_names(Config())
+        meant = [f"config.{k}" for k in fields if name == k] or [f"config.{k}" for k in fields if name == k.rpartition(".")[2]]
         meant = meant or difflib.get_close_matches(name, known, 1)
         hint = f" Did you mean {' or '.join(f'--{m}' for m in meant)}?" if meant else ""
         flag_names = ", ".join(f"--{k}" for k in known)

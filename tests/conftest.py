@@ -1,14 +1,16 @@
 """Eight simulated devices for every test, and an error for every warning that our own code gives rise to."""
 
+import os
 import pathlib
 import sys
 
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+os.environ["JAX_PLATFORMS"] = "cpu"  # for the processes that tests start, too
+
 import jax  # noqa: E402
 
-jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 # Many tests compile the same programs; those of the last run may be used too.
 jax.config.update("jax_compilation_cache_dir", str(ROOT / ".pytest_cache/jax"))
