@@ -1,9 +1,9 @@
 # make PYTHON=/path/to/python3 ... takes a certain interpreter; make train ARGS='--config.steps=500' adds flags.
 export PYTHON
-.PHONY: help setup train test lint format bench clean
+.PHONY: help setup train test test-cuda lint format bench clean
 
 help: ## what there is to do
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
 setup: ## make .venv and install what is needed, once
 	@tools/setup.sh
@@ -13,6 +13,10 @@ train: setup ## train the default model on Python's own source files; again: go 
 
 test: setup ## run the tests
 	.venv/bin/python -m pytest $(ARGS)
+
+test-cuda: setup ## install the extra cuda12 (4 GB) and run the tests that compile for a GPU; they need no GPU
+	.venv/bin/python -m pip install -q '.[cuda12]'
+	.venv/bin/python -m pytest -m cuda -n 0 $(ARGS)
 
 lint: setup ## ruff and mypy
 	.venv/bin/ruff check .

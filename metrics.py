@@ -121,7 +121,8 @@ def describe_run(program, data) -> str:
     kind = "simulated CPU" if kind == "cpu" and mesh.size > 1 else kind
     return (
         f"mesh {axes}: {mesh.size} {kind} device(s), {jax.process_count()} process(es)\n"
-        f"model {parameters:,} parameters in {c.model.num_layers} layers, remat plan {c.remat.plan!r}\n"
+        f"model {parameters:,} parameters in {c.model.num_layers} layers, remat plan {c.remat.plan!r}, attention by "
+        f"{program.model.config.attention_kernel}{f' ({program.kernel_note})' if program.kernel_note else ''}\n"
         f"data {documents:,} documents, {len(data.train):,} training and {len(data.heldout):,} held-out examples of "
         f"{c.context_length} tokens"
     )

@@ -27,6 +27,7 @@ from evaluate import evaluate
 from generate import sample_text
 from input_pipeline import Data, load_data, order2_bits_per_byte, train_batches
 from losses import cross_entropy_sums
+from model.attention import choose_kernel
 from model.transformer import Transformer
 from optimizer import make_optimizer, schedule
 from parallel.sharding import on_mesh, sharding, tree_shardings
@@ -50,7 +51,10 @@ class Program:
     def __init__(self, config: Config, mesh: Mesh):
         self.config, self.mesh = config, mesh
         self.segments = plan_segments(config)
-        self.model = Transformer(config.model, self.segments, config.loss.gradient_dtype)
+        platform = mesh.devices.flat[0].platform
+        kernel, self.kernel_note = choose_kernel(config.model, config.rules, config.context_length, platform)
+        model = dataclasses.replace(config.model, attention_kernel=kernel)
+        self.model = Transformer(model, self.segments, config.loss.gradient_dtype)
         self.tx = make_optimizer(config.optimizer, config.steps)
 
     def on_mesh(self):
@@ -60,8 +64,9 @@ class Program:
     # State
 
     def _init_params(self, key: jax.Array):
-        tokens = jnp.zeros((1, 1), jnp.int32)
-        return self.model.init(key, tokens, tokens, tokens, deterministic=True)["params"]
+        tokens = jnp.zeros((1, 1), jnp.int32)  # of a length that no other kernel takes
+        model = self.model.clone(config=dataclasses.replace(self.model.config, attention_kernel="xla"))
+        return model.init(key, tokens, tokens, tokens, deterministic=True)["params"]
 
     def _new_state(self, params) -> State:
         return State(step=jnp.zeros((), jnp.int32), params=params, opt_state=self.tx.init(params))
@@ -71,7 +76,7 @@ class Program:
         """Shapes, dtypes and shardings of the state."""
         whole = NamedSharding(self.mesh, PartitionSpec())
         with self.on_mesh():
-            boxed = jax.eval_shape(self._init_params, jax.random.key(0))
+            boxed = jax.eval_shape(lambda: self._init_params(jax.random.key(0)))
             state = jax.eval_shape(lambda boxes: self._new_state(nn.unbox(boxes)), boxed)
         params = tree_shardings(self.mesh, self.config.rules, boxed)
         opt_state = optax.tree_utils.tree_map_params(

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from configs.schema import Model
+from model.attention import attend
 from parallel.sharding import constrain
 
 
@@ -71,12 +72,6 @@ def rotate(x_BLNH: jax.Array, positions_BL: jax.Array, theta: float) -> jax.Arra
     first, second = jnp.split(x_BLNH.astype(jnp.promote_types(x_BLNH.dtype, jnp.float32)), 2, axis=-1)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BLNH.dtype)
-
-
-def attend(q_BLNH: jax.Array, k_BLKH: jax.Array, v_BLKH: jax.Array, segment_ids_BL: jax.Array) -> jax.Array:
-    """Causal attention within each segment; N must be a multiple of K. Returns the context, as q_BLNH."""
-    same_segment = segment_ids_BL[:, None, :, None] == segment_ids_BL[:, None, None, :]
-    return jax.nn.dot_product_attention(q_BLNH, k_BLKH, v_BLKH, mask=same_segment, is_causal=True)
 
 
 class RMSNorm(nn.Module):
@@ -141,8 +136,7 @@ class Attention(nn.Module):
             k_BLKH = RMSNorm(c.norm_epsilon, c.param_dtype, name="key_norm")(k_BLKH)
         q_BLNH = rotate(q_BLNH, positions_BL, c.rope_theta)
         k_BLKH = rotate(k_BLKH, positions_BL, c.rope_theta)
-        context_BLNH = attend(q_BLNH, k_BLKH, v_BLKH, segment_ids_BL)
-        context_BLNH = saveable(context_BLNH, "attention", "batch", "length", "heads", "head_dim")
+        context_BLNH = attend(q_BLNH, k_BLKH, v_BLKH, segment_ids_BL, c.attention_kernel, c.sliding_window)
         out = kernel("BLNH,NHD->BLD", (c.num_heads, c.head_dim, c.embed_dim), ("heads", "head_dim", "embed"),
                      scale=0.5 / c.num_layers, name="out")  # fmt: skip
         return saveable(out(context_BLNH), "attention_out", "batch", "length", "embed")

@@ -25,10 +25,19 @@ def start(config: Config, coordinator_address: str = "", num_processes: int = 0,
         )
     if not coordinator_address and (num_processes or process_id != -1):
         raise InputError("--num_processes and --process_id do nothing without --coordinator_address; give that too.")
+    quiet_libtpu()
     if "JAX_NUM_CPU_DEVICES" not in os.environ:
         jax.config.update("jax_num_cpu_devices", config.mesh.cpu_devices)
     if coordinator_address:
         jax.distributed.initialize(coordinator_address, num_processes, process_id)
+
+
+def quiet_libtpu() -> None:
+    """Where there is no TPU, keeps libtpu from looking for one, which takes long and prints errors."""
+    if os.environ.get("TPU_SKIP_MDS_QUERY") == "1":  # JAX sets it where it finds none
+        here = {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0", "TPU_ACCELERATOR_TYPE": "v5litepod-8"}
+        for variable, value in {**here, "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}.items():
+            os.environ.setdefault(variable, value)
 
 
 def make_mesh(config: Config, devices: list | None = None) -> Mesh:

@@ -1,5 +1,6 @@
 """What a block offers to save, read off its trace."""
 
+import dataclasses
 from collections.abc import Iterator
 
 import jax
@@ -11,8 +12,9 @@ from model.layers import Block
 
 def activation_names(config: Config) -> list[str]:
     """The activation names in one block, in the order in which they are computed. Traces it; allocates nothing."""
-    block, dtype = Block(config.model), jnp.dtype(config.model.compute_dtype)
-    x = jax.ShapeDtypeStruct((1, config.context_length, config.model.embed_dim), dtype)
+    model = dataclasses.replace(config.model, attention_kernel="xla")  # all kernels name the same
+    block, dtype = Block(model), jnp.dtype(model.compute_dtype)
+    x = jax.ShapeDtypeStruct((1, config.context_length, model.embed_dim), dtype)
     ids = jax.ShapeDtypeStruct((1, config.context_length), jnp.int32)
     run = lambda x, ids: block.init_with_output(jax.random.key(0), x, 0, None, ids, ids, True)[0]  # noqa: E731
     return list(dict.fromkeys(_names(jax.make_jaxpr(run)(x, ids).jaxpr)))

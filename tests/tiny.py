@@ -16,7 +16,7 @@ CONFIG = Config(
     context_length=16,
     model=Model(
         num_layers=3, embed_dim=32, mlp_dim=64, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=64,
-        compute_dtype="float32",
+        compute_dtype="float32", attention_kernel="xla",
     ),
     mesh=Mesh(data=2, fsdp=2, tensor=2),
     optimizer=Optimizer(learning_rate=1e-2, warmup_steps=2),

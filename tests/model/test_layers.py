@@ -11,28 +11,6 @@ from model import layers
 RNG = np.random.default_rng(0)
 
 
-def _attention_by_hand(q, k, v, segments):
-    """Loops over batch, heads and positions: softmax over the earlier positions of the same segment."""
-    out = np.zeros_like(q)
-    for b, n, i in np.ndindex(q.shape[0], q.shape[2], q.shape[1]):
-        head = n // (q.shape[2] // k.shape[2])
-        seen = [j for j in range(i + 1) if segments[b, j] == segments[b, i]]
-        scores = np.array([q[b, i, n] @ k[b, j, head] for j in seen]) / np.sqrt(q.shape[3])
-        weights = np.exp(scores - scores.max())
-        out[b, i, n] = sum(w * v[b, j, head] for w, j in zip(weights / weights.sum(), seen, strict=True))
-    return out
-
-
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_attention_is_causal_grouped_and_kept_within_segments(kv_heads):
-    q = RNG.normal(size=(2, 6, 4, 8))
-    k, v = RNG.normal(size=(2, 2, 6, kv_heads, 8))
-    segments = np.array([[1, 1, 1, 2, 2, 3], [1, 1, 1, 1, 1, 1]])
-    with jax.enable_x64(True):
-        out = layers.attend(*map(jnp.asarray, (q, k, v, segments)))
-    np.testing.assert_allclose(out, _attention_by_hand(q, k, v, segments), rtol=1e-6, atol=1e-6)
-
-
 def test_rotary_positions_turn_pairs_and_depend_on_differences_only():
     with jax.enable_x64(True):
         x = jnp.asarray(RNG.normal(size=(1, 5, 2, 8)))
