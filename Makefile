@@ -1,6 +1,6 @@
 # make PYTHON=/path/to/python3 ... takes a certain interpreter; make train ARGS='--config.steps=500' adds flags.
 export PYTHON
-.PHONY: help setup train test test-cuda lint format bench clean
+.PHONY: help setup train test test-cuda mutate lint format bench clean
 
 help: ## what there is to do
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -17,6 +17,9 @@ test: setup ## run the tests
 test-cuda: setup ## install the extra cuda12 (4 GB) and run the tests that compile for a GPU; they need no GPU
 	.venv/bin/python -m pip install -q '.[cuda12]'
 	.venv/bin/python -m pytest -m cuda -n 0 $(ARGS)
+
+mutate: setup ## break the code in small ways and see that the tests notice
+	.venv/bin/python tools/mutate.py $(ARGS)
 
 lint: setup ## ruff and mypy
 	.venv/bin/ruff check .

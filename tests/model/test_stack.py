@@ -184,6 +184,35 @@ def test_every_layer_of_a_stack_has_its_own_dropout_mask():
     assert np.max(np.abs(out - one_by_one((0, 0)))) > 0.1
 
 
+class Masked(nn.Module):
+    """A layer that multiplies by a parameter of ones, then drops half."""
+
+    @nn.compact
+    def __call__(self, x, layer, key, deterministic):
+        weight = self.param("weight", nn.initializers.ones, x.shape)
+        return layers.dropout(x * weight, 0.5, jax.random.fold_in(key, layer), 0, deterministic)
+
+
+class MaskedStack(nn.Module):
+    segments: tuple
+
+    @nn.compact
+    def __call__(self, x, key, deterministic):
+        return run_segments(Masked(name="block"), self.segments, 3, x, key, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("segments", [(Segment(0, 3),), (Segment(0, 1), Segment(1, 2)), (Segment(0, 3, None),)])
+def test_layers_never_share_a_mask_and_the_recompute_has_that_of_the_forward_pass(segments):
+    """The gradient of a sum with respect to a weight of one is the output, if and only if all masks are the same."""
+    stack, x, key = MaskedStack(segments), jnp.ones((64, 64)), jax.random.key(3)
+    params = stack.init(jax.random.key(0), x, key, True)
+    out = jax.jit(lambda p: stack.apply(p, x, key, False))(params)
+    gradient = jax.jit(jax.grad(lambda p: jnp.sum(stack.apply(p, x, key, False))))(params)
+    for of_layer in gradient["params"]["block"]["weight"]:
+        np.testing.assert_array_equal(of_layer, out)
+    assert np.mean(np.asarray(out) != 0) == pytest.approx(1 / 8, abs=0.02)  # 1/2, if layers shared one
+
+
 def test_saving_names_takes_memory_and_none_takes_most():
     temporaries = {}
     for plan in ("full", "names:up,gate", "none"):

@@ -1,0 +1,191 @@
+"""Small ways to break meshfit, each with the test that must fail then. `make mutate` tries them all.
+
+A new feature adds its own here: what would go wrong unseen if someone left a line out?
+"""
+
+from typing import NamedTuple
+
+
+class Mutation(NamedTuple):
+    what: str  # what goes wrong
+    file: str
+    old: str  # stands once in the file
+    new: str
+    test: str  # a test file, or one of its tests, that fails then
+
+
+STACK = "tests/model/test_stack.py::"
+ATTENTION = "tests/model/test_attention.py::"
+TRAIN = "tests/test_train.py::"
+
+MUTATIONS = [
+    # The checkpointed block
+    Mutation(
+        "the position of `deterministic` is fixed instead of looked up",
+        "model/stack.py", 'static = names.index("deterministic")', "static = 2",
+        STACK + "test_the_flag_is_found_wherever_the_block_has_it",
+    ),
+    Mutation(
+        "a traced flag is let through",
+        "model/stack.py", 'bound.arguments["deterministic"] = static_bool(flag, block_class.__name__)', "del flag",
+        STACK + "test_a_traced_flag_is_refused_before_jax_meets_it",
+    ),
+    Mutation(
+        "dropout key not folded with the layer",
+        "model/layers.py", "key = jax.random.fold_in(key, layer)", "key = key",
+        STACK + "test_every_layer_of_a_stack_has_its_own_dropout_mask",
+    ),
+    Mutation(
+        "a segment's layers are counted from 0, so that segments share dropout masks",
+        "model/stack.py",
+        "jnp.arange(segment.first_layer, segment.first_layer + segment.num_layers)", "jnp.arange(segment.num_layers)",
+        STACK + "test_layers_never_share_a_mask_and_the_recompute_has_that_of_the_forward_pass",
+    ),
+    Mutation(
+        "a segment reads the parameters of the first layers",
+        "model/stack.py", "p[first:last]", "p[: last - first]",
+        STACK + "test_plans_give_the_gradients_of_full_recompute_to_the_bit",
+    ),
+    Mutation(
+        "one layer is not guarded against merging recompute and forward pass",
+        "model/stack.py", "prevent_cse=segment.num_layers == 1", "prevent_cse=False",
+        STACK + "test_one_layer_is_guarded_against_merging_recompute_and_forward_pass",
+    ),
+    Mutation(
+        "a saveable tensor loses its name",
+        "model/layers.py", "return checkpoint_name(constrain(x, *axes), name)", "return constrain(x, *axes)",
+        STACK + "test_saving_names_takes_memory_and_none_takes_most",
+    ),
+    Mutation(
+        "a saveable tensor loses its sharding constraint",
+        "model/layers.py", "return checkpoint_name(constrain(x, *axes), name)", "return checkpoint_name(x, name)",
+        "tests/parallel/test_sharding.py::test_every_constraint_of_the_block_is_in_the_program",
+    ),
+    # Attention
+    Mutation(
+        "the mask ignores segments",
+        "model/attention.py", "return segment_ids_BL[:, None, :, None] == segment_ids_BL[:, None, None, :]",
+        "return segment_ids_BL[:, None, :, None] == segment_ids_BL[:, None, :, None]",
+        "tests/model/test_transformer.py::test_packed_documents_never_see_each_other",
+    ),
+    Mutation(
+        "splash ignores segments",
+        "model/attention.py", "splash.SegmentIds(segment_ids_BL, segment_ids_BL)",
+        "splash.SegmentIds(0 * segment_ids_BL, 0 * segment_ids_BL)",
+        ATTENTION + "test_splash",
+    ),
+    Mutation(
+        "the window of splash is one too wide",
+        "model/attention.py", "(window - 1 if window else None, 0)", "(window if window else None, 0)",
+        ATTENTION + "test_splash",
+    ),
+    Mutation(
+        "splash does not scale its scores",
+        "model/attention.py", "/ math.sqrt(q_BLNH.shape[3])", "/ 1",
+        ATTENTION + "test_splash",
+    ),
+    Mutation(
+        "the residuals of splash have no name, so that it runs twice",
+        "model/attention.py", "residual_checkpoint_name=NAME", "residual_checkpoint_name=None",
+        ATTENTION + "test_saving_attention_saves_what_splash_needs_so_that_it_runs_once",
+    ),
+    Mutation(
+        "the log-sum-exp of cuDNN's kernel has no name, so that it runs twice",
+        "model/attention.py", "checkpoint_name(kept, NAME) if is_sum else kept", "kept",
+        ATTENTION + "test_residuals_of_a_kernel_are_named_and_nothing_else_is",
+    ),
+    Mutation(
+        "the mask of cuDNN's kernel is saved under the name of the context",
+        "model/attention.py", "checkpoint_name(kept, NAME) if is_sum else kept", "checkpoint_name(kept, NAME)",
+        ATTENTION + "test_residuals_of_a_kernel_are_named_and_nothing_else_is",
+    ),
+    Mutation(
+        "key heads are not copied where queries are split further",
+        "model/attention.py", "if spec_q != spec_kv:", "if False:",
+        ATTENTION + "test_on_a_mesh_every_query_meets_its_own_keys",
+    ),
+    # Loss, step and optimizer
+    Mutation(
+        "the loss averages the means of microbatches",
+        "train.py", 'loss = sums["nll"] / tokens',
+        'loss = sums["nll"] / jnp.maximum(sums["tokens"], 1) / config.gradient_accumulation',
+        TRAIN + "test_the_loss_is_a_mean_over_valid_tokens_of_all_devices_and_microbatches",
+    ),
+    Mutation(
+        "the logits of all positions exist at one time",
+        "losses.py", "    @jax.checkpoint\n", "",
+        "tests/test_losses.py::test_no_array_of_all_logits_exists",
+    ),
+    Mutation(
+        "gradients are summed over devices in bfloat16",
+        "model/layers.py", "sum_dtype = jnp.promote_types(gradient_dtype, x.dtype)", "sum_dtype = x.dtype",
+        TRAIN + "test_gradients_are_summed_in_float32_unless_asked_otherwise",
+    ),
+    Mutation(
+        "the old state stays in memory beside the new one",
+        "train.py", "whole), donate_argnums=0)", "whole))",
+        TRAIN + "test_the_state_is_donated",
+    ),
+    Mutation(
+        "parameters are made whole before they are split",
+        "train.py", "(self._init_params(key))), out_shardings=self.state_shardings)", "(self._init_params(key))))",
+        TRAIN + "test_parameters_are_made_on_their_shards",
+    ),
+    Mutation(
+        "norm scales decay",
+        "optimizer.py", "mask=decay_mask", "mask=None",
+        "tests/test_optimizer.py",
+    ),
+    # Checkpoints and data
+    Mutation(
+        "a resumed run starts the data from the beginning",
+        "train.py", "first_example=examples", "first_example=0",
+        TRAIN + "test_a_resumed_run_is_the_uninterrupted_one_to_the_bit",
+    ),
+    Mutation(
+        "a batch row is skipped on resume",
+        "train.py", "first_example=examples", "first_example=examples and examples + 1",
+        TRAIN + "test_a_resumed_run_is_the_uninterrupted_one_to_the_bit",
+    ),
+    Mutation(
+        "a donated state is used again",
+        "train.py", "state, values = step_fn(state,", "_, values = step_fn(state,",
+        TRAIN + "test_a_resumed_run_is_the_uninterrupted_one_to_the_bit",
+    ),
+    Mutation(
+        "parameters of another dtype are cast silently",
+        "checkpointing.py", "elif stored[name].dtype != wanted[name].dtype and not convert_dtype:", "elif False:",
+        "tests/test_checkpointing.py::test_another_model_is_refused_with_what_differs",
+    ),
+    Mutation(
+        "the loader goes on one epoch's start too early",
+        "input_pipeline/loader.py", "self._first + batch", "batch",
+        "tests/input_pipeline/test_loader.py::test_going_on_from_a_number_of_examples_skips_and_repeats_nothing",
+    ),
+    Mutation(
+        "rows of steps that are done again stay in the metrics",
+        "metrics.py", ' if row["step"] <= last_step', "",
+        "tests/test_metrics.py::test_rows_of_steps_that_are_done_again_are_dropped",
+    ),
+    Mutation(
+        "rows that fill up the last evaluation batch count",
+        "evaluate.py", 'tokens + float(sums["tokens"])', "tokens + batch_size * c.context_length",
+        TRAIN + "test_evaluation_counts_every_held_out_byte_once_whatever_the_batch",
+    ),
+    # Mesh and plan
+    Mutation(
+        "an axis inside the slices crosses the slow network",
+        "parallel/mesh.py", "between[axis] = len(slices)", "between[-1] = len(slices)",
+        "tests/parallel/test_mesh.py::test_only_the_outermost_possible_axis_crosses_slices",
+    ),
+    Mutation(
+        "a logical axis without a rule is silently not split",
+        "parallel/sharding.py", ", fallback=RulesFallback.RAISE_ERROR", "",
+        "tests/parallel/test_sharding.py::test_a_name_without_a_rule_is_an_error",
+    ),
+    Mutation(
+        "a misspelt activation name is accepted",
+        "remat/plan.py", "        check_names(config, save)\n", "",
+        "tests/configs/test_command_line.py::test_the_command_refuses_what_does_not_fit_the_devices_and_touches_nothing",
+    ),
+]  # fmt: skip
