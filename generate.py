@@ -11,41 +11,73 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from configs.schema import InputError, Sample
 
-def sample_text(program, params, tokenizer, prompt: str, length: int, temperature: float, seed: int) -> list[str]:
-    """Continues `prompt` by `length` tokens, once for every shard of the batch; returns prompt and continuation.
+_POSITIONS = 128  # a multiple of it is computed: attention kernels want that
 
-    Recomputes all positions for every token. Prompt and continuation together are cut to the context length;
-    a sample ends early where the model begins a new document. Temperature 0 takes the likeliest token.
+
+def encode_prompt(tokenizer, prompt: str, context_length: int) -> np.ndarray:
+    """The prompt's tokens behind the one that begins a document. Raises InputError if nothing fits behind them."""
+    tokens = np.concatenate([[tokenizer.bos_id], tokenizer.encode(prompt.encode())]).astype(np.int32)
+    if len(tokens) >= context_length:
+        raise InputError(
+            f"The prompt has {len(tokens)} tokens with the one that begins a document; config.context_length is "
+            f"{context_length}, and a prompt must leave room for one more. Shorten it."
+        )
+    return tokens
+
+
+def sample_text(program, params, tokenizer, sample: Sample) -> list[str]:
+    """Continues `sample.prompt`, `sample.count` times; each text is the prompt and its continuation.
+
+    Recomputes all positions for every token. A sample ends after `sample.length` tokens (0: no limit), at the end
+    of the context, or where the model begins a new document. The i-th sample depends on the seed and on i alone.
     """
+    context = program.config.context_length
+    given = encode_prompt(tokenizer, sample.prompt, context)
+    end = min(len(given) + sample.length if sample.length else context, context)
     spec = program.evaluation_sharding.spec[0] or ()
-    rows = math.prod(program.mesh.shape[axis] for axis in ((spec,) if isinstance(spec, str) else spec))
-    given = np.concatenate([[tokenizer.bos_id], tokenizer.encode(prompt.encode())])[: program.config.context_length - 1]
-    total = min(len(given) + length, program.config.context_length)
-    tokens = np.zeros((rows, total), np.int32)
+    shards = math.prod(program.mesh.shape[axis] for axis in ((spec,) if isinstance(spec, str) else spec))
+    rows = -(-sample.count // shards) * shards
+    tokens = np.zeros((rows, min(-(-end // _POSITIONS) * _POSITIONS, context)), np.int32)
     tokens[:, : len(given)] = given
     with program.on_mesh():
-        run = functools.partial(_continue, program.model, len(given), tokenizer.size, temperature)
+        run = functools.partial(_continue, program.model, len(given), end, tokenizer.size, sample)
         whole = NamedSharding(program.mesh, PartitionSpec())  # every process can read it
-        out = jax.jit(run, out_shardings=whole)(params, tokens, jax.random.key(seed))
-    return [_text(tokenizer, row, len(given)) for row in np.asarray(out)]
+        out = jax.jit(run, out_shardings=whole)(params, tokens)
+    return [_text(tokenizer, row[:end], len(given)) for row in np.asarray(out)[: sample.count]]
 
 
-def _continue(model, start: int, vocab_size: int, temperature: float, params, tokens_RT, key):
+def _continue(model, start: int, end: int, vocab_size: int, sample: Sample, params, tokens_RT):
     variables = {"params": params}
+    keys_R = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(sample.seed), jnp.arange(tokens_RT.shape[0]))
     positions_RT = jnp.broadcast_to(jnp.arange(tokens_RT.shape[1]), tokens_RT.shape)
 
     def add_token(i, tokens_RT):
         x_RTD = model.apply(variables, tokens_RT, positions_RT, jnp.ones_like(tokens_RT), True)
         last_R1D = jax.lax.dynamic_slice_in_dim(x_RTD, i - 1, 1, axis=1)
         logits_RV = model.apply(variables, last_R1D, method="logits")[:, 0, :vocab_size]
-        if temperature == 0:
-            chosen_R = jnp.argmax(logits_RV, axis=-1)
-        else:
-            chosen_R = jax.random.categorical(jax.random.fold_in(key, i), logits_RV / temperature)
+        chosen_R = choose(logits_RV, jax.vmap(jax.random.fold_in, (0, None))(keys_R, i), sample)
         return jax.lax.dynamic_update_slice_in_dim(tokens_RT, chosen_R[:, None].astype(jnp.int32), i, axis=1)
 
-    return jax.lax.fori_loop(start, tokens_RT.shape[1], add_token, tokens_RT)
+    return jax.lax.fori_loop(start, end, add_token, tokens_RT)
+
+
+def choose(logits_RV: jax.Array, keys_R: jax.Array, sample: Sample) -> jax.Array:
+    """A token for each row: drawn at `temperature` out of the `top_k` likeliest, and of these out of `top_p`."""
+    if sample.temperature == 0:
+        return jnp.argmax(logits_RV, axis=-1)
+    logits_RV = logits_RV / sample.temperature
+    order_RV = jnp.argsort(-logits_RV, axis=-1, stable=True)
+    sorted_RV = jnp.take_along_axis(logits_RV, order_RV, axis=-1)
+    if sample.top_k:
+        sorted_RV = jnp.where(jnp.arange(sorted_RV.shape[1]) < sample.top_k, sorted_RV, -jnp.inf)
+    if sample.top_p < 1:
+        p_RV = jax.nn.softmax(sorted_RV, axis=-1)
+        # Those before it, so that the token that reaches top_p is in, and the likeliest always is.
+        sorted_RV = jnp.where(jnp.cumsum(p_RV, axis=-1) - p_RV < sample.top_p, sorted_RV, -jnp.inf)
+    place_R = jax.vmap(jax.random.categorical)(keys_R, sorted_RV)
+    return jnp.take_along_axis(order_RV, place_R[:, None], axis=-1)[:, 0]
 
 
 def _text(tokenizer, tokens, start: int) -> str:

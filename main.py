@@ -12,7 +12,8 @@ from configs.schema import InputError
 
 CONFIG = command_line.define_config()
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder that everything a run writes goes under.")
-MODE = flags.DEFINE_enum("mode", "train", ["train", "evaluate"], "What to do.")
+MODE = flags.DEFINE_enum("mode", "train", ["train", "evaluate", "generate"], "What to do.")
+PROMPT = flags.DEFINE_string("prompt", None, "With --mode=generate: the text to go on from, instead of config.sample.prompt.")
 COORDINATOR = flags.DEFINE_string("coordinator_address", "", "host:port of process 0, where several processes run together.")
 NUM_PROCESSES = flags.DEFINE_integer("num_processes", 0, "How many processes run together.")
 PROCESS_ID = flags.DEFINE_integer("process_id", -1, "Which of them this is, counted from 0.")
@@ -34,11 +35,13 @@ def run() -> None:
     from parallel import mesh as meshes
 
     config = CONFIG.value
+    if PROMPT.value is not None:
+        config.sample.prompt = PROMPT.value
     meshes.start(config, COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value)
     mesh = meshes.make_mesh(config)
     import train
 
-    mode = {"train": train.train, "evaluate": train.evaluate_newest}[MODE.value]
+    mode = {"train": train.train, "evaluate": train.evaluate_newest, "generate": train.generate_newest}[MODE.value]
     mode(config, mesh, pathlib.Path(WORKDIR.value or "").absolute())
 
 

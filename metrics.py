@@ -14,8 +14,10 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from configs.schema import Sample
+
 # Wide where the output is no terminal: nobody gains from lines folded in a log file.
-console = Console(soft_wrap=True, highlight=False, markup=False)
+console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
 def say(text: str) -> None:
@@ -134,3 +136,11 @@ def describe(results: dict[str, float]) -> str:
         f"held-out loss {results['eval_loss']:.4f} nats a token, perplexity {results['eval_perplexity']:.3f}, "
         f"{results['eval_bits_per_byte']:.4f} bits per byte ({results['eval_tokens']:,.0f} tokens)"
     )
+
+
+def say_samples(texts: list[str], sample: Sample) -> None:
+    """Prints generated texts, each under a line that tells it from the others if there are several."""
+    for i, text in enumerate(texts):
+        if len(texts) > 1:
+            say(f"--- sample {i + 1} of {len(texts)}, seed {sample.seed}, temperature {sample.temperature}")
+        say(text.rstrip())

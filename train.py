@@ -24,13 +24,13 @@ import metrics
 from checkpointing import Checkpointer, check_same_data, load_parameters
 from configs.schema import Config, InputError
 from evaluate import evaluate
-from generate import sample_text
-from input_pipeline import Data, load_data, order2_bits_per_byte, train_batches
+from generate import encode_prompt, sample_text
+from input_pipeline import Data, load_data, model_tokenizer, order2_bits_per_byte, train_batches
 from losses import cross_entropy_sums
 from model.attention import choose_kernel
 from model.transformer import Transformer
 from optimizer import make_optimizer, schedule
-from parallel.sharding import on_mesh, sharding, tree_shardings
+from parallel.sharding import like_parameters, on_mesh, sharding, tree_shardings
 from remat.plan import plan_segments
 
 Batch = dict[str, Any]
@@ -79,10 +79,8 @@ class Program:
             boxed = jax.eval_shape(lambda: self._init_params(jax.random.key(0)))
             state = jax.eval_shape(lambda boxes: self._new_state(nn.unbox(boxes)), boxed)
         params = tree_shardings(self.mesh, self.config.rules, boxed)
-        opt_state = optax.tree_utils.tree_map_params(
-            self.tx, lambda _, split: split, state.opt_state, params, transform_non_params=lambda _: whole
-        )
-        shardings = State(step=whole, params=params, opt_state=opt_state)
+        split_params = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), state.params, params)
+        shardings = State(step=whole, params=params, opt_state=like_parameters(state.opt_state, split_params))
         return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), state, shardings)
 
     @functools.cached_property
@@ -213,6 +211,8 @@ def train(config: Config, mesh: Mesh, workdir: pathlib.Path) -> None:
     """Trains up to `config.steps`, from the newest checkpoint in the workdir if there is one."""
     program, data = Program(config, mesh), load_data(config)
     metrics.say(metrics.describe_run(program, data))
+    if config.sample.length:  # better refused now than after the training
+        encode_prompt(data.tokenizer, config.sample.prompt, config.context_length)
     with Checkpointer(workdir, config.checkpoint) as checkpoints:
         state, examples = start_state(program, data, checkpoints)
         first = int(state.step)
@@ -258,18 +258,30 @@ def train(config: Config, mesh: Mesh, workdir: pathlib.Path) -> None:
             baseline = order2_bits_per_byte((d.raw for d in data.train_documents), (d.raw for d in data.heldout_documents))
             metrics.say(f"an order-2 model (two bytes of context, add-one smoothing) needs {baseline:.4f} bits per byte")
         if config.sample.length:
-            c = config.sample
-            texts = sample_text(program, state.params, data.tokenizer, c.prompt, c.length, c.temperature, config.seed)
-            metrics.say(f"a sample, from {c.prompt!r} on:\n{texts[0].rstrip()}")
+            metrics.say("a sample:")
+            metrics.say_samples(sample_text(program, state.params, data.tokenizer, config.sample), config.sample)
+
+
+def newest_parameters(program: Program, workdir: pathlib.Path) -> tuple[int, Any]:
+    """The step and the parameters of the newest checkpoint. Raises InputError if there is none."""
+    with Checkpointer(workdir, program.config.checkpoint, read_only=True) as checkpoints:
+        step = checkpoints.latest_step()
+    if step is None:
+        raise InputError(f"There is no checkpoint in {workdir}: train first, or give another --workdir.")
+    folder, convert = workdir / "checkpoints" / str(step), program.config.checkpoint.convert_dtype
+    return step, load_parameters(str(folder), program.abstract_state.params, convert_dtype=convert)
 
 
 def evaluate_newest(config: Config, mesh: Mesh, workdir: pathlib.Path) -> None:
     """Prints the evaluation of the newest checkpoint; writes nothing."""
     program, data = Program(config, mesh), load_data(config)
-    with Checkpointer(workdir, config.checkpoint, read_only=True) as checkpoints:
-        step = checkpoints.latest_step()
-        if step is None:
-            raise InputError(f"There is no checkpoint in {workdir} to evaluate: train first, or give another --workdir.")
-        folder, convert = workdir / "checkpoints" / str(step), config.checkpoint.convert_dtype
-        params = load_parameters(str(folder), program.abstract_state.params, convert_dtype=convert)
+    step, params = newest_parameters(program, workdir)
     metrics.say(f"step {step}: {metrics.describe(evaluate(program, params, data))}")
+
+
+def generate_newest(config: Config, mesh: Mesh, workdir: pathlib.Path) -> None:
+    """Prints samples from the newest checkpoint; writes nothing."""
+    program, tokenizer = Program(config, mesh), model_tokenizer(config)
+    encode_prompt(tokenizer, config.sample.prompt, config.context_length)
+    _, params = newest_parameters(program, workdir)
+    metrics.say_samples(sample_text(program, params, tokenizer, config.sample), config.sample)

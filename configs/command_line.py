@@ -75,6 +75,10 @@ def _parse(argv: list[str]) -> list[str]:
         there = os.path.dirname(there)
     if not os.path.isdir(there):
         raise InputError(f"--workdir={FLAGS.workdir} cannot be a folder: {there} is a file.")
+    if FLAGS.prompt is not None and FLAGS.mode != "generate":
+        raise InputError(
+            f"--prompt is for --mode=generate, but --mode is {FLAGS.mode}; a run's own sample has config.sample.prompt."
+        )
     validate(FLAGS.config)
     return rest
 

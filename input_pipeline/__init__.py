@@ -10,7 +10,7 @@ from input_pipeline.sources import Document, load_documents
 from input_pipeline.tokenizer import Tokenizer, load_tokenizer
 from input_pipeline.windows import WindowSource, tokenize
 
-__all__ = ["Data", "evaluation_batches", "load_data", "order2_bits_per_byte", "train_batches"]
+__all__ = ["Data", "evaluation_batches", "load_data", "model_tokenizer", "order2_bits_per_byte", "train_batches"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,14 +26,20 @@ class Data:
     fingerprint: dict
 
 
-def load_data(config: Config) -> Data:
-    """Reads and tokenizes what `config.data` says. Raises InputError for whatever cannot be used."""
+def model_tokenizer(config: Config) -> Tokenizer:
+    """The tokenizer that `config.data` says. Raises InputError if the model's vocabulary is too small for it."""
     tokenizer = load_tokenizer(config.data.tokenizer)
     if tokenizer.size > config.model.vocab_size:
         raise InputError(
             f"config.model.vocab_size is {config.model.vocab_size}, but the tokenizer {config.data.tokenizer!r} has ids up "
             f"to {tokenizer.size - 1}; it must be at least {tokenizer.size}."
         )
+    return tokenizer
+
+
+def load_data(config: Config) -> Data:
+    """Reads and tokenizes what `config.data` says. Raises InputError for whatever cannot be used."""
+    tokenizer = model_tokenizer(config)
     train, heldout = load_documents(config.data)
     tokens = tokenize(train, tokenizer)
     heldout_windows = WindowSource(tokenize(heldout, tokenizer), tokenizer.bos_id, config.context_length)

@@ -55,3 +55,31 @@ def tree_shardings(mesh: Mesh, rules: Rules, boxed):
     specs = nn.get_partition_spec(boxed)
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
     return jax.tree.map(lambda spec: sharding(mesh, rules, *spec), specs, is_leaf=is_spec)
+
+
+def like_parameters(state, params):
+    """Shardings of an optimizer's state: each array is split like the parameter whose path its own path ends with.
+
+    One that lacks a dimension of the parameter (a factored moment) is split like those that it has; anything else,
+    such as a count, is whole on every device. `state` and `params`: of jax.ShapeDtypeStruct, the latter's with shardings.
+    """
+    known = {jax.tree_util.keystr(path): p for path, p in jax.tree_util.tree_leaves_with_path(params)}
+
+    def find(path, leaf):
+        names = [jax.tree_util.keystr(path[i:]) for i in range(len(path))]
+        parameter = next((known[name] for name in names if name in known), None)
+        any_sharding = next(iter(known.values())).sharding
+        spec = _matching(leaf.shape, parameter) if parameter is not None else ()
+        return NamedSharding(any_sharding.mesh, PartitionSpec(*spec))
+
+    return jax.tree_util.tree_map_with_path(find, state)
+
+
+def _matching(shape: tuple[int, ...], parameter) -> tuple:
+    split = [*parameter.sharding.spec, *[None] * (len(parameter.shape) - len(parameter.sharding.spec))]
+    if shape == parameter.shape:
+        return tuple(parameter.sharding.spec)
+    for i in range(len(split)):
+        if shape == parameter.shape[:i] + parameter.shape[i + 1 :]:
+            return (*split[:i], *split[i + 1 :])
+    return ()

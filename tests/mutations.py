@@ -136,6 +136,48 @@ MUTATIONS = [
         "optimizer.py", "mask=decay_mask", "mask=None",
         "tests/test_optimizer.py",
     ),
+    Mutation(
+        "Adafactor clips all layers of a stack together",
+        "optimizer.py", "return per_layer(optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)))",
+        "return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))",
+        "tests/test_optimizer.py::test_a_stacked_model_is_updated_as_an_unstacked_one_value_by_value",
+    ),
+    Mutation(
+        "Muon leaves the kernels of the blocks to Adam",
+        "optimizer.py", 'path[0].key == STACKED and path[-1].key == "kernel"', "False",
+        "tests/test_optimizer.py::test_a_stacked_model_is_updated_as_an_unstacked_one_value_by_value",
+    ),
+    Mutation(
+        "Muon cuts a kernel of rank 3 into rows and columns in the wrong place",
+        "optimizer.py", '"out": 2', '"out": 1',
+        "tests/test_optimizer.py::test_a_stacked_model_is_updated_as_an_unstacked_one_value_by_value",
+    ),
+    Mutation(
+        "factored moments are whole on every device",
+        "parallel/sharding.py", "return (*split[:i], *split[i + 1 :])", "return ()",
+        "tests/test_optimizer.py::test_factored_moments_are_split_like_the_dimensions_that_they_have",
+    ),
+    Mutation(
+        "wsd decays from the end of the warmup on",
+        "optimizer.py", "transition_begin=left - decay", "transition_begin=0",
+        "tests/test_optimizer.py::test_wsd_stays_at_the_peak_and_falls_over_the_last_steps",
+    ),
+    # Sampling
+    Mutation(
+        "top_p leaves out the token that reaches it",
+        "generate.py", "jnp.cumsum(p_RV, axis=-1) - p_RV < sample.top_p", "jnp.cumsum(p_RV, axis=-1) < sample.top_p",
+        "tests/test_generate.py::test_tokens_are_drawn_from_the_likeliest_with_their_probabilities",
+    ),
+    Mutation(
+        "tokens past the tokenizer's are drawn",
+        "generate.py", "[:, 0, :vocab_size]", "[:, 0]",
+        "tests/test_generate.py::test_the_likeliest_token_one_at_a_time",
+    ),
+    Mutation(
+        "all samples are the same",
+        "generate.py", "jnp.arange(tokens_RT.shape[0])", "jnp.zeros(tokens_RT.shape[0], jnp.int32)",
+        "tests/test_generate.py::test_a_sample_depends_on_the_seed_and_its_number_alone",
+    ),
     # Checkpoints and data
     Mutation(
         "a resumed run starts the data from the beginning",

@@ -13,7 +13,6 @@ import pytest
 import train as training
 from configs.schema import InputError
 from evaluate import evaluate
-from generate import sample_text
 from input_pipeline import load_data
 from tests import tiny
 
@@ -257,21 +256,22 @@ def test_evaluating_the_newest_checkpoint_gives_what_training_wrote(tmp_path, ca
         training.evaluate_newest(_config(steps=2), tiny.program().mesh, tmp_path / "none")
 
 
-def test_a_sample_goes_on_from_the_prompt_one_likeliest_token_at_a_time():
-    config = _config()
-    program, data = training.Program(config, tiny.program().mesh), load_data(_config())
-    params = program.init_state().params
-    texts = sample_text(program, params, data.tokenizer, "ab", 6, 0.0, 0)
-    assert len(texts) == 4 and len(set(texts)) == 1 and texts[0].startswith("ab")
-    ids = [256, *b"ab"]
-    for _ in range(6):
-        tokens = np.array([ids] * 4)
-        with program.on_mesh():
-            x = program.model.apply({"params": params}, tokens, tokens * 0 + np.arange(len(ids)), tokens * 0 + 1, True)
-            logits = program.model.apply({"params": params}, x, method="logits")[0, -1]
-        ids.append(int(np.argmax(logits[:257])))
-        if ids[-1] == 256:
-            break
-    assert texts[0] == data.tokenizer.decode(np.array(ids))
-    warm = sample_text(program, params, data.tokenizer, "ab", 6, 1.0, 0)
-    assert len(set(warm)) > 1 and warm == sample_text(program, params, data.tokenizer, "ab", 6, 1.0, 0)
+def test_generating_from_the_newest_checkpoint_writes_nothing(tmp_path, capsys):
+    config = _config(steps=2, sample={"length": 5, "count": 2, "prompt": "ab"})
+    training.train(config, tiny.program().mesh, tmp_path)
+    before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
+    at_the_end = capsys.readouterr().out.partition("a sample:\n")[2]
+    training.generate_newest(config, tiny.program().mesh, tmp_path)
+    assert capsys.readouterr().out == at_the_end
+    assert at_the_end.startswith("--- sample 1 of 2, seed 0, temperature 0.7\nab")
+    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
+    with pytest.raises(InputError, match="There is no checkpoint in"):
+        training.generate_newest(config, tiny.program().mesh, tmp_path / "none")
+
+
+@pytest.mark.parametrize("run", [training.train, training.generate_newest])
+def test_a_prompt_longer_than_the_context_is_refused_before_anything_is_done(tmp_path, run):
+    config = _config(steps=2, sample={"length": 5, "prompt": "a" * 16})
+    with pytest.raises(InputError, match="The prompt has 17 tokens .* config.context_length is 16"):
+        run(config, tiny.program().mesh, tmp_path)
+    assert not list(tmp_path.iterdir())
