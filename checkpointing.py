@@ -193,3 +193,13 @@ def _convert(tree: Any, abstract: Any) -> Any:
         return tree
     cast = lambda tree: jax.tree.map(lambda a, b: a.astype(b.dtype), tree, abstract)  # noqa: E731
     return jax.jit(cast, out_shardings=jax.tree.map(lambda a: a.sharding, abstract))(tree)
+
+
+def newest_parameters(program, workdir: pathlib.Path) -> tuple[int, Any]:
+    """The step and the parameters of the newest checkpoint. Raises InputError if there is none."""
+    with Checkpointer(workdir, program.config.checkpoint, read_only=True) as checkpoints:
+        step = checkpoints.latest_step()
+    if step is None:
+        raise InputError(f"There is no checkpoint in {workdir}: train first, or give another --workdir.")
+    folder, convert = workdir / "checkpoints" / str(step), program.config.checkpoint.convert_dtype
+    return step, load_parameters(str(folder), program.abstract_state.params, convert_dtype=convert)

@@ -2,11 +2,18 @@
 
 import contextlib
 import math
+import pathlib
 
-from input_pipeline import Data, evaluation_batches
+from jax.sharding import Mesh
+
+import metrics
+from checkpointing import newest_parameters
+from configs.schema import Config
+from input_pipeline import Data, evaluation_batches, load_data
+from program import Program
 
 
-def evaluate(program, params, data: Data) -> dict[str, float]:
+def evaluate(program: Program, params, data: Data) -> dict[str, float]:
     """Loss (nats a token), perplexity and bits per byte over all held-out examples, each counted once."""
     c = program.config
     batch_size = c.evaluation.batch_size or c.global_batch_size // c.gradient_accumulation
@@ -24,3 +31,10 @@ def evaluate(program, params, data: Data) -> dict[str, float]:
         "eval_bits_per_byte": loss / math.log(2) / data.heldout_bytes_per_token,
         "eval_tokens": tokens,
     }
+
+
+def evaluate_newest(config: Config, mesh: Mesh, workdir: pathlib.Path) -> None:
+    """Prints the evaluation of the newest checkpoint; writes nothing."""
+    program, data = Program(config, mesh), load_data(config)
+    step, params = newest_parameters(program, workdir)
+    metrics.say(f"step {step}: {metrics.describe(evaluate(program, params, data))}")

@@ -5,13 +5,18 @@ Dimensions, as suffixes: R rows (samples), T positions, V vocab.
 
 import functools
 import math
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from configs.schema import InputError, Sample
+import metrics
+from checkpointing import newest_parameters
+from configs.schema import Config, InputError, Sample
+from input_pipeline import model_tokenizer
+from program import Program
 
 _POSITIONS = 128  # a multiple of it is computed: attention kernels want that
 
@@ -27,7 +32,7 @@ def encode_prompt(tokenizer, prompt: str, context_length: int) -> np.ndarray:
     return tokens
 
 
-def sample_text(program, params, tokenizer, sample: Sample) -> list[str]:
+def sample_text(program: Program, params, tokenizer, sample: Sample) -> list[str]:
     """Continues `sample.prompt`, `sample.count` times; each text is the prompt and its continuation.
 
     Recomputes all positions for every token. A sample ends after `sample.length` tokens (0: no limit), at the end
@@ -83,3 +88,11 @@ def choose(logits_RV: jax.Array, keys_R: jax.Array, sample: Sample) -> jax.Array
 def _text(tokenizer, tokens, start: int) -> str:
     ends = np.flatnonzero(tokens[start:] == tokenizer.bos_id)
     return tokenizer.decode(tokens[: start + ends[0]] if len(ends) else tokens)
+
+
+def generate_newest(config: Config, mesh: Mesh, workdir: pathlib.Path) -> None:
+    """Prints samples from the newest checkpoint; writes nothing."""
+    program, tokenizer = Program(config, mesh), model_tokenizer(config)
+    encode_prompt(tokenizer, config.sample.prompt, config.context_length)
+    _, params = newest_parameters(program, workdir)
+    metrics.say_samples(sample_text(program, params, tokenizer, config.sample), config.sample)

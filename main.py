@@ -39,9 +39,11 @@ def run() -> None:
         config.sample.prompt = PROMPT.value
     meshes.start(config, COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value)
     mesh = meshes.make_mesh(config)
+    import evaluate
+    import generate
     import train
 
-    mode = {"train": train.train, "evaluate": train.evaluate_newest, "generate": train.generate_newest}[MODE.value]
+    mode = {"train": train.train, "evaluate": evaluate.evaluate_newest, "generate": generate.generate_newest}[MODE.value]
     mode(config, mesh, pathlib.Path(WORKDIR.value or "").absolute())
 
 

@@ -1,20 +1,25 @@
-"""What a run shows and keeps: lines and a progress bar on the terminal, `metrics.jsonl` in the workdir.
+"""What a run shows and keeps: lines and a progress bar on the terminal, `metrics.jsonl` and TensorBoard events in the
+workdir.
 
 Only process 0 writes and prints.
 """
 
+import collections
 import contextlib
 import json
 import math
 import os
 import pathlib
 import time
+from collections.abc import Iterator
 
 import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tensorboardX import SummaryWriter
 
 from configs.schema import Sample
+from device_kinds import device_kind
 
 # Wide where the output is no terminal: nobody gains from lines folded in a log file.
 console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
@@ -46,7 +51,9 @@ class MetricsFile:
 
     def write(self, row: dict) -> None:
         if self._file:
-            self._file.write(json.dumps(row) + "\n")
+            # NaN and infinity are no JSON: they become null.
+            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+            self._file.write(json.dumps(finite, allow_nan=False) + "\n")
             self._file.flush()
 
     def close(self) -> None:
@@ -64,14 +71,22 @@ def read_rows(path: pathlib.Path) -> list[dict]:
 
 
 class Reporter:
-    """A context manager that turns the metrics of steps into rows of the file and a live progress line.
+    """A context manager that turns the metrics of steps into rows, TensorBoard events and a live progress line.
 
     On a terminal the progress is a bar; elsewhere it is a line every `log_every_steps`.
     """
 
-    def __init__(self, workdir: pathlib.Path, first_step: int, steps: int, log_every_steps: int):
+    def __init__(self, workdir: pathlib.Path, first_step: int, program):
+        config, devices = program.config, program.mesh.devices.flat
         self._file = MetricsFile(workdir, first_step)
-        self._steps, self._every = steps, log_every_steps
+        self._events = None
+        if jax.process_index() == 0:
+            # Events of steps that are about to be done again are hidden by those of `purge_step`.
+            self._events = SummaryWriter(str(workdir / "tensorboard"), purge_step=first_step + 1, flush_secs=30)
+        self._steps, self._every, self._model_flops = config.steps, config.log_every_steps, program.model_flops
+        kind = device_kind(devices[0].device_kind)
+        self._peak_flops = kind.peak_flops * program.mesh.size if kind else None
+        self._local = [d for d in devices if d.process_index == jax.process_index()]
         columns = (
             TextColumn("training"),
             BarColumn(),
@@ -80,7 +95,8 @@ class Reporter:
             TextColumn("{task.fields[text]}"),
         )
         self._bar = Progress(*columns, console=console, disable=not console.is_terminal or jax.process_index() != 0)
-        self._task = self._bar.add_task("", total=steps, completed=first_step, text="")
+        self._task = self._bar.add_task("", total=config.steps, completed=first_step, text="")
+        self._waits: collections.deque[float] = collections.deque()
         self._time = time.perf_counter()
 
     def __enter__(self) -> "Reporter":
@@ -90,27 +106,61 @@ class Reporter:
     def __exit__(self, *_) -> None:
         self._bar.stop()
         self._file.close()
+        if self._events:
+            self._events.close()
+
+    def next_batch(self, batches: Iterator):
+        """The next batch; how long it was waited for goes into the row of its step."""
+        began = time.perf_counter()
+        batch = next(batches)
+        self._waits.append(time.perf_counter() - began)
+        return batch
 
     def step(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """Records step `step`. Waits until its metrics are there, so call it once the next step is under way."""
         row = {"step": step} | {name: float(value) for name, value in metrics.items()}
         now = time.perf_counter()
-        row["step_seconds"], self._time = now - self._time, now
-        row["tokens_per_second"] = row["tokens"] / row["step_seconds"]
-        self._file.write(row)
+        seconds, self._time = now - self._time, now
+        row |= {"step_seconds": seconds, "data_wait_seconds": self._waits.popleft() if self._waits else 0.0}
+        row |= {"tokens_per_second": row["tokens"] / seconds, "model_flops_per_second": self._model_flops / seconds}
+        if self._peak_flops:
+            row["mfu"] = self._model_flops / seconds / self._peak_flops
+        row |= memory_in_use(self._local)
+        self._write(row, "train")
         text = f"loss {row['loss']:.3f}  {row['tokens_per_second']:,.0f} tokens/s"
+        text += f"  MFU {row['mfu']:.1%}" if "mfu" in row else ""
+        waiting = row["data_wait_seconds"] / seconds
+        text += f"  waiting for data {waiting:.0%}" if waiting >= 0.01 else ""
         self._bar.update(self._task, completed=step, text=text)
         if not console.is_terminal and (step % self._every == 0 or step == self._steps):
             say(f"step {step:>{len(str(self._steps))}}/{self._steps}  {text}  learning rate {row['learning_rate']:.2e}")
 
     def evaluation(self, step: int, results: dict[str, float]) -> None:
         """Records an evaluation after `step` steps."""
-        self._file.write({"step": step} | results)
+        self._write({"step": step} | results, "eval")
         say(f"step {step}: {describe(results)}")
+
+    def _write(self, row: dict, group: str) -> None:
+        self._file.write(row)
+        if self._events:
+            for name, value in row.items():
+                if name != "step":
+                    self._events.add_scalar(f"{group}/{name.removeprefix('eval_')}", value, row["step"])
 
     def restart_clock(self) -> None:
         """Leaves out of the next step's time what came between (an evaluation, a save)."""
         self._time = time.perf_counter()
+
+
+def memory_in_use(devices: list) -> dict[str, int]:
+    """The most bytes in use on one of the devices, now and at any time so far; nothing where they do not tell."""
+    found = []
+    for device in devices:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            found.append(device.memory_stats() or {})
+    names = {"device_bytes_in_use": "bytes_in_use", "device_peak_bytes_in_use": "peak_bytes_in_use"}
+    values = {ours: [stats[theirs] for stats in found if theirs in stats] for ours, theirs in names.items()}
+    return {name: max(of_devices) for name, of_devices in values.items() if of_devices}
 
 
 def describe_run(program, data) -> str:

@@ -19,7 +19,7 @@ import jax
 
 from configs.schema import Config, Mesh, Model
 from parallel.mesh import make_mesh
-from train import Program
+from program import Program
 
 DEPTHS = (4, 64)
 

@@ -1,6 +1,7 @@
 """What a block offers to save, read off its trace."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 import jax
@@ -24,10 +25,8 @@ def _names(jaxpr) -> Iterator[str]:
     for equation in jaxpr.eqns:
         if equation.primitive.name == "name":
             yield equation.params["name"]
-        for inner in jax.tree.leaves(list(equation.params.values())):  # jaxprs of calls, alone or in tuples
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                yield from _names(inner)
+        for inner in _inner(equation):
+            yield from _names(inner)
 
 
 def check_names(config: Config, names: tuple[str, ...]) -> None:
@@ -39,3 +38,31 @@ def check_names(config: Config, names: tuple[str, ...]) -> None:
             f"config.remat.plan is {config.remat.plan!r}, but a block has no activation named "
             f"{', '.join(map(repr, unknown))}. It has: {', '.join(known)}."
         )
+
+
+def matmul_flops(jaxpr) -> int:
+    """FLOPs of all matrix products in a jaxpr, two for a multiplication and an addition; those in a scan once a turn.
+
+    Raises ValueError for a loop whose number of turns is not in the program.
+    """
+    total = 0
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            shape = equation.invars[0].aval.shape
+            total += 2 * equation.outvars[0].aval.size * math.prod(shape[i] for i in contracted)
+            continue
+        inside = sum(matmul_flops(inner) for inner in _inner(equation))
+        if inside and name == "while":
+            raise ValueError("matmul_flops: a while loop has products; how often it turns is not known")
+        total += inside * (equation.params["length"] if name == "scan" else 1)
+    return total
+
+
+def _inner(equation) -> Iterator:
+    """The jaxprs that an equation calls."""
+    for value in jax.tree.leaves(list(equation.params.values())):  # alone or in tuples
+        value = getattr(value, "jaxpr", value)
+        if hasattr(value, "eqns"):
+            yield value

@@ -107,7 +107,7 @@ MUTATIONS = [
     # Loss, step and optimizer
     Mutation(
         "the loss averages the means of microbatches",
-        "train.py", 'loss = sums["nll"] / tokens',
+        "program.py", 'loss = sums["nll"] / tokens',
         'loss = sums["nll"] / jnp.maximum(sums["tokens"], 1) / config.gradient_accumulation',
         TRAIN + "test_the_loss_is_a_mean_over_valid_tokens_of_all_devices_and_microbatches",
     ),
@@ -123,12 +123,12 @@ MUTATIONS = [
     ),
     Mutation(
         "the old state stays in memory beside the new one",
-        "train.py", "whole), donate_argnums=0)", "whole))",
+        "program.py", "whole), donate_argnums=0)", "whole))",
         TRAIN + "test_the_state_is_donated",
     ),
     Mutation(
         "parameters are made whole before they are split",
-        "train.py", "(self._init_params(key))), out_shardings=self.state_shardings)", "(self._init_params(key))))",
+        "program.py", "(self._init_params(key))), out_shardings=self.state_shardings)", "(self._init_params(key))))",
         TRAIN + "test_parameters_are_made_on_their_shards",
     ),
     Mutation(
@@ -171,7 +171,7 @@ MUTATIONS = [
     Mutation(
         "tokens past the tokenizer's are drawn",
         "generate.py", "[:, 0, :vocab_size]", "[:, 0]",
-        "tests/test_generate.py::test_the_likeliest_token_one_at_a_time",
+        "tests/test_generate.py::test_a_sample_ends_where_a_document_begins",
     ),
     Mutation(
         "all samples are the same",
@@ -213,6 +213,37 @@ MUTATIONS = [
         "rows that fill up the last evaluation batch count",
         "evaluate.py", 'tokens + float(sums["tokens"])', "tokens + batch_size * c.context_length",
         TRAIN + "test_evaluation_counts_every_held_out_byte_once_whatever_the_batch",
+    ),
+    # What a run shows
+    Mutation(
+        "the wait for data is that of the newest batch, not of the step's own",
+        "metrics.py", "self._waits.popleft()", "self._waits.pop()",
+        "tests/test_metrics.py::test_the_wait_for_a_batch_is_in_the_row_of_its_step",
+    ),
+    Mutation(
+        "TensorBoard shows steps twice that were done again",
+        "metrics.py", ", purge_step=first_step + 1", "",
+        "tests/test_metrics.py::test_tensorboard_gets_the_same_numbers_and_hides_steps_that_are_done_again",
+    ),
+    Mutation(
+        "NaN is written as it is, which no JSON reader takes",
+        "metrics.py", "None if isinstance(v, float) and not math.isfinite(v) else v", "v",
+        "tests/test_metrics.py::test_a_loss_that_is_no_number_is_null_since_json_has_no_nan",
+    ),
+    Mutation(
+        "products in a scan are counted once",
+        "remat/trace.py", 'equation.params["length"] if name == "scan" else 1', "1",
+        "tests/remat/test_trace.py::test_products_are_found_wherever_they_are",
+    ),
+    Mutation(
+        "a profile has one step too few",
+        "profiling.py", "step == self._steps[1]", "step == self._steps[1] - 1",
+        TRAIN + "test_a_profile_has_the_steps_that_were_asked_for",
+    ),
+    Mutation(
+        "a profile goes on after the training",
+        "profiling.py", "if self._on:  # training", "if False:  # training",
+        TRAIN + "test_a_profile_ends_with_the_training",
     ),
     # Mesh and plan
     Mutation(

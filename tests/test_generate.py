@@ -82,8 +82,8 @@ def test_without_a_length_the_context_is_filled_unless_the_document_ends(program
 
 
 def test_a_sample_ends_where_a_document_begins(program, params):
-    """A model whose only likely token is the one that begins a document."""
-    head = jnp.zeros_like(params["head"]).at[:, 256].set(1.0)
+    """A model whose likeliest tokens are one that the tokenizer does not have, and the one that begins a document."""
+    head = jnp.zeros_like(params["head"]).at[:, 260].set(2.0).at[:, 256].set(1.0)
     scale = jnp.ones_like(params["final_norm"]["scale"])
     ending = {**params, "head": head, "embedding": jnp.abs(params["embedding"]), "final_norm": {"scale": scale}}
     ending["block"] = jax.tree.map(jnp.zeros_like, params["block"])

@@ -12,8 +12,10 @@ import pytest
 
 import train as training
 from configs.schema import InputError
-from evaluate import evaluate
+from evaluate import evaluate, evaluate_newest
+from generate import generate_newest
 from input_pipeline import load_data
+from program import Program
 from tests import tiny
 
 VOCAB = {"vocab_size": 320}
@@ -211,13 +213,13 @@ def test_starts_from_the_parameters_of_a_checkpoint_with_a_new_optimizer(tmp_pat
 
 def test_a_step_is_read_only_when_the_next_is_under_way(tmp_path, monkeypatch):
     events = []
-    compile_train_step, report = training.Program.compile_train_step, training.metrics.Reporter.step
+    compile_train_step, report = Program.compile_train_step, training.metrics.Reporter.step
 
     def compiled(program):
         step = compile_train_step(program)
         return lambda *args: (events.append("dispatch"), step(*args))[1]
 
-    monkeypatch.setattr(training.Program, "compile_train_step", compiled)
+    monkeypatch.setattr(Program, "compile_train_step", compiled)
     monkeypatch.setattr(training.metrics.Reporter, "step", lambda r, s, v: (events.append(f"read {s}"), report(r, s, v))[1])
     training.train(_config(steps=4, checkpoint={"every_steps": 100}), tiny.program().mesh, tmp_path)
     assert events == ["dispatch", "dispatch", "read 1", "dispatch", "read 2", "dispatch", "read 3", "read 4"]
@@ -225,7 +227,13 @@ def test_a_step_is_read_only_when_the_next_is_under_way(tmp_path, monkeypatch):
 
 def test_everything_a_run_writes_is_in_its_workdir(tmp_path):
     _train(tmp_path, 2)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "config.json", "metrics.jsonl"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "checkpoints",
+        "config.json",
+        "loss.png",
+        "metrics.jsonl",
+        "tensorboard",
+    ]
     assert json.loads((tmp_path / "config.json").read_text())["model"]["vocab_size"] == 320
 
 
@@ -236,7 +244,7 @@ def test_evaluation_counts_every_held_out_byte_once_whatever_the_batch():
     results = []
     for batch_size in (8, 12, 4):
         config = _config(evaluation={"batch_size": batch_size})
-        program = training.Program(config, tiny.program().mesh)
+        program = Program(config, tiny.program().mesh)
         data = load_data(config)
         results.append(evaluate(program, program.init_state().params, data))
         assert len(data.heldout) % 8 and results[-1]["eval_tokens"] == sum(len(d.raw) for d in data.heldout_documents)
@@ -249,11 +257,11 @@ def test_evaluation_counts_every_held_out_byte_once_whatever_the_batch():
 def test_evaluating_the_newest_checkpoint_gives_what_training_wrote(tmp_path, capsys):
     _, evaluations = _train(tmp_path, 2)
     before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
-    training.evaluate_newest(_config(steps=2), tiny.program().mesh, tmp_path)
+    evaluate_newest(_config(steps=2), tiny.program().mesh, tmp_path)
     assert f"step 2: held-out loss {evaluations[0]['eval_loss']:.4f}" in capsys.readouterr().out
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
     with pytest.raises(InputError, match="There is no checkpoint in"):
-        training.evaluate_newest(_config(steps=2), tiny.program().mesh, tmp_path / "none")
+        evaluate_newest(_config(steps=2), tiny.program().mesh, tmp_path / "none")
 
 
 def test_generating_from_the_newest_checkpoint_writes_nothing(tmp_path, capsys):
@@ -261,17 +269,34 @@ def test_generating_from_the_newest_checkpoint_writes_nothing(tmp_path, capsys):
     training.train(config, tiny.program().mesh, tmp_path)
     before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
     at_the_end = capsys.readouterr().out.partition("a sample:\n")[2]
-    training.generate_newest(config, tiny.program().mesh, tmp_path)
+    generate_newest(config, tiny.program().mesh, tmp_path)
     assert capsys.readouterr().out == at_the_end
     assert at_the_end.startswith("--- sample 1 of 2, seed 0, temperature 0.7\nab")
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
     with pytest.raises(InputError, match="There is no checkpoint in"):
-        training.generate_newest(config, tiny.program().mesh, tmp_path / "none")
+        generate_newest(config, tiny.program().mesh, tmp_path / "none")
 
 
-@pytest.mark.parametrize("run", [training.train, training.generate_newest])
+@pytest.mark.parametrize("run", [training.train, generate_newest])
 def test_a_prompt_longer_than_the_context_is_refused_before_anything_is_done(tmp_path, run):
     config = _config(steps=2, sample={"length": 5, "prompt": "a" * 16})
     with pytest.raises(InputError, match="The prompt has 17 tokens .* config.context_length is 16"):
         run(config, tiny.program().mesh, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.filterwarnings("ignore:builtin type event_stats:DeprecationWarning")  # as an error it ends the process
+def test_a_profile_has_the_steps_that_were_asked_for(tmp_path):
+    training.train(_config(steps=5, profile={"steps": (2, 3)}), tiny.program().mesh, tmp_path)
+    (path,) = (tmp_path / "profile").rglob("*.xplane.pb")
+    profile = jax.profiler.ProfileData.from_file(str(path))
+    lines = (line for plane in profile.planes for line in plane.lines)
+    assert {dict(e.stats)["step_num"] for line in lines for e in line.events if e.name == "train"} == {2, 3}
+
+
+@pytest.mark.parametrize("steps, found", [((4, 9), 1), ((8, 9), 0), ((), 0)])
+def test_a_profile_ends_with_the_training(tmp_path, steps, found):
+    training.train(_config(steps=5, profile={"steps": steps}), tiny.program().mesh, tmp_path)
+    assert len(list((tmp_path / "profile").rglob("*.xplane.pb"))) == found
+    jax.profiler.start_trace(tmp_path / "other")  # an error if one were going on
+    jax.profiler.stop_trace()

@@ -8,7 +8,7 @@ import numpy as np
 from configs.schema import Config, Mesh, Model, Optimizer
 from configs.validation import validate
 from parallel.mesh import make_mesh
-from train import Program
+from program import Program
 
 CONFIG = Config(
     steps=10,

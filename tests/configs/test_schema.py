@@ -13,7 +13,7 @@ from configs.command_line import NOT_CONFIGS
 from configs.schema import Config, InputError, Mesh, Model, field_names
 from configs.validation import validate, validate_on_mesh
 from parallel.mesh import make_mesh
-from train import Program
+from program import Program
 
 FILES = sorted(p.stem for p in pathlib.Path(schema.__file__).parent.glob("*.py") if p.stem not in NOT_CONFIGS)
 

@@ -14,9 +14,9 @@ from model import attention
 from model.attention import attend, choose_kernel
 from parallel.mesh import make_mesh
 from parallel.sharding import on_mesh
+from program import Program
 from remat.topologies import absent_devices
 from tests import tiny
-from train import Program
 
 RNG = np.random.default_rng(0)
 
