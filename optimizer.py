@@ -17,6 +17,7 @@ DECAYED = {"kernel", "embedding", "head"}
 NOT_DECAYED = {"scale", "bias"}
 # How many of a kernel's dimensions, the first ones, its product sums over: the rows of the matrix that it is.
 SUMMED_DIMENSIONS = {"query": 1, "key": 1, "value": 1, "out": 2, "up": 1, "gate": 1, "down": 1}
+FACTORED_FROM = 32  # the smallest row or column; below optax's 128, so that kernels with a head_dim of 64 are factored
 STACKED = "block"  # the parameters under it have a leading dimension for the layers
 
 
@@ -122,7 +123,8 @@ def _adafactor(_: Optimizer) -> optax.GradientTransformation:
     Of a kernel of rank 3 the two largest dimensions are the rows and columns. Without the paper's scaling by the
     parameter's size, the learning rate means what it means for Adam.
     """
-    return per_layer(optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)))
+    factored = optax.scale_by_factored_rms(min_dim_size_to_factor=FACTORED_FROM)
+    return per_layer(optax.chain(factored, optax.clip_by_block_rms(1.0)))
 
 
 def make_optimizer(settings: Optimizer, steps: int) -> optax.GradientTransformation:

@@ -138,8 +138,8 @@ MUTATIONS = [
     ),
     Mutation(
         "Adafactor clips all layers of a stack together",
-        "optimizer.py", "return per_layer(optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)))",
-        "return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))",
+        "optimizer.py", "return per_layer(optax.chain(factored, optax.clip_by_block_rms(1.0)))",
+        "return optax.chain(factored, optax.clip_by_block_rms(1.0))",
         "tests/test_optimizer.py::test_a_stacked_model_is_updated_as_an_unstacked_one_value_by_value",
     ),
     Mutation(

@@ -134,7 +134,7 @@ def _plain_muon(settings):
 
 PLAIN = {
     "adamw": lambda s: optax.scale_by_adam(s.b1, s.b2, s.epsilon),
-    "adafactor": lambda s: optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)),
+    "adafactor": lambda s: optax.chain(optax.scale_by_factored_rms(min_dim_size_to_factor=32), optax.clip_by_block_rms(1.0)),
     "muon": _plain_muon,
 }
 
