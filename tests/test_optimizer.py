@@ -69,7 +69,7 @@ def test_adamw_by_hand():
     square = {k: np.zeros_like(v) for k, v in expected.items()}
     for t in (1, 2, 3):
         gradient = {"kernel": np.array([[3.0 * t, 4.0]]), "scale": np.array([[0.0, -2.0]])}
-        updates, state = tx.update(gradient, state, params)
+        updates, state = tx.update(jax.tree.map(jnp.float32, gradient), state, params)
         params = optax.apply_updates(params, updates)
         norm = np.sqrt(sum((g**2).sum() for g in gradient.values()))
         for k, g in gradient.items():
