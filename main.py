@@ -1,8 +1,11 @@
 """Runs meshfit: `python main.py --config=configs/tiny.py --workdir=runs/tiny`, with `--config.FIELD=VALUE` on top."""
 
+import functools
 import logging
+import os
 import pathlib
 import sys
+from collections.abc import Callable
 
 from absl import app, flags
 from absl import logging as absl_logging
@@ -12,8 +15,9 @@ from configs.schema import InputError
 
 CONFIG = command_line.define_config()
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder that everything a run writes goes under.")
-MODE = flags.DEFINE_enum("mode", "train", ["train", "evaluate", "generate"], "What to do.")
+MODE = flags.DEFINE_enum("mode", "train", ["train", "plan", "evaluate", "generate"], "What to do.")
 PROMPT = flags.DEFINE_string("prompt", None, "With --mode=generate: the text to go on from, instead of config.sample.prompt.")
+TOPOLOGY = flags.DEFINE_string("topology", "", "With --mode=plan: devices that are not here, such as v5e:2x4, h100:8.")
 COORDINATOR = flags.DEFINE_string("coordinator_address", "", "host:port of process 0, where several processes run together.")
 NUM_PROCESSES = flags.DEFINE_integer("num_processes", 0, "How many processes run together.")
 PROCESS_ID = flags.DEFINE_integer("process_id", -1, "Which of them this is, counted from 0.")
@@ -31,6 +35,8 @@ def main(_) -> int:
 def run() -> None:
     absl_logging.set_verbosity(absl_logging.WARNING)
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs every file; what goes wrong, it raises
+    if TOPOLOGY.value:
+        os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs, and devices that are here are left alone
     # Imported once the flags are known to be good: JAX takes seconds.
     from parallel import mesh as meshes
 
@@ -38,13 +44,20 @@ def run() -> None:
     if PROMPT.value is not None:
         config.sample.prompt = PROMPT.value
     meshes.start(config, COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value)
-    mesh = meshes.make_mesh(config)
     import evaluate
     import generate
+    import planning
     import train
+    from remat.topologies import absent_devices
 
-    mode = {"train": train.train, "evaluate": evaluate.evaluate_newest, "generate": generate.generate_newest}[MODE.value]
-    mode(config, mesh, pathlib.Path(WORKDIR.value or "").absolute())
+    mesh = meshes.make_mesh(config, absent_devices(TOPOLOGY.value) if TOPOLOGY.value else None)
+    modes: dict[str, Callable] = {
+        "train": train.train,
+        "plan": functools.partial(planning.plan, topology=TOPOLOGY.value),
+        "evaluate": evaluate.evaluate_newest,
+        "generate": generate.generate_newest,
+    }
+    modes[MODE.value](config, mesh, pathlib.Path(WORKDIR.value or "").absolute())
 
 
 if __name__ == "__main__":

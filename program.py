@@ -24,7 +24,7 @@ from model.transformer import Transformer
 from optimizer import make_optimizer, schedule
 from parallel.sharding import like_parameters, on_mesh, sharding, tree_shardings
 from remat.plan import plan_segments
-from remat.trace import matmul_flops
+from remat.trace import model_flops
 
 Batch = dict[str, Any]
 
@@ -41,9 +41,9 @@ class State:
 class Program:
     """A model on a mesh: its state, and its steps ready to be compiled. Making one allocates nothing."""
 
-    def __init__(self, config: Config, mesh: Mesh):
+    def __init__(self, config: Config, mesh: Mesh, segments: tuple[Segment, ...] | None = None):
         self.config, self.mesh = config, mesh
-        self.segments = plan_segments(config)
+        self.segments = plan_segments(config) if segments is None else segments
         platform = mesh.devices.flat[0].platform
         kernel, self.kernel_note = choose_kernel(config.model, config.rules, config.context_length, platform)
         model = dataclasses.replace(config.model, attention_kernel=kernel)
@@ -123,21 +123,8 @@ class Program:
 
     @functools.cached_property
     def model_flops(self) -> int:
-        """FLOPs of a step's matrix products on all devices, recompute apart: three times those of the forward pass.
-
-        As PaLM counts them (arXiv:2204.02311, appendix B): attention in full whatever the mask, look-ups not at all.
-        """
-        config = dataclasses.replace(self.model.config, attention_kernel="xla")  # whose products can be seen
-        plain = self.model.clone(config=config, segments=(Segment(0, config.num_layers),))
-        batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), self.abstract_batch())
-
-        def forward(params, batch):
-            inputs = batch["inputs"], batch["positions"], batch["segment_ids"]
-            x_BLD = plain.apply({"params": params}, *inputs, True)
-            return plain.apply({"params": params}, x_BLD, method="logits")
-
-        jaxpr = jax.make_jaxpr(forward)(self.abstract_state.params, batch).jaxpr
-        return 3 * self.config.gradient_accumulation * matmul_flops(jaxpr)
+        """FLOPs of the matrix products of a step on all devices, recompute apart."""
+        return model_flops(self)
 
     def train_step(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
         """One update from a batch [A, B, L]. The loss is a mean over the valid tokens of all microbatches."""

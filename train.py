@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import pathlib
 import time
@@ -18,6 +19,8 @@ from input_pipeline import Data, load_data, order2_bits_per_byte, train_batches
 from plots import loss_picture
 from profiling import Profiler
 from program import Program, State
+from remat.planner import decide
+from remat.report import summary, write
 
 
 def describe_checkpoint(program: Program, data: Data, examples: int) -> dict:
@@ -53,16 +56,18 @@ def train(config: Config, mesh: Mesh, workdir: pathlib.Path) -> None:
     if config.sample.length:  # better refused now than after the training
         encode_prompt(data.tokenizer, config.sample.prompt, config.context_length)
     with Checkpointer(workdir, config.checkpoint) as checkpoints:
+        if (done := checkpoints.latest_step() or 0) >= config.steps:
+            metrics.say(f"nothing to do: {done} steps are done. Raise --config.steps to go on.")
+            return
+        # Before anything is on the devices: what is in use there now is in use by others.
+        began = time.perf_counter()
+        plan, program, step_fn = decide(functools.partial(Program, config, mesh))
+        metrics.say(f"{summary(plan)} ({time.perf_counter() - began:.1f} s to plan and compile)")
         state, examples = start_state(program, data, checkpoints)
         first = int(state.step)
-        if first >= config.steps:
-            metrics.say(f"nothing to do: {first} steps are done. Raise --config.steps to go on.")
-            return
         if jax.process_index() == 0:
             (workdir / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
-        began = time.perf_counter()
-        step_fn = program.compile_train_step()
-        metrics.say(f"compiled the train step in {time.perf_counter() - began:.1f} s")
+            write(plan, program, step_fn, "", workdir)
         batches = train_batches(
             data.train,
             seed=config.seed,

@@ -79,6 +79,8 @@ def _parse(argv: list[str]) -> list[str]:
         raise InputError(
             f"--prompt is for --mode=generate, but --mode is {FLAGS.mode}; a run's own sample has config.sample.prompt."
         )
+    if FLAGS.topology and FLAGS.mode != "plan":
+        raise InputError(f"--topology is for --mode=plan, but --mode is {FLAGS.mode}; devices that are not here run nothing.")
     validate(FLAGS.config)
     return rest
 

@@ -144,7 +144,17 @@ class Profile:
 
 @dataclass(slots=True)
 class Remat:
-    plan: str = "full"  # full | none | names:a,b,c (the activation names that every block saves)
+    plan: str = "auto"  # auto (by the memory that there is) | full | none | names:a,b,c | the path of a plan.json
+
+
+@dataclass(slots=True)
+class Memory:
+    """The memory of each device that the plan may fill."""
+
+    limit_gib: float = 0.0  # of every device; 0: what it reports, or its kind has
+    limits_gib: str = ""  # of single devices, by global id: "3:9.5,5:8"
+    reserve_gib: float = 0.25  # left free on every device
+    save_hlo: bool = False  # write the compiled step's text to WORKDIR/train_step.hlo.txt
 
 
 @dataclass(slots=True)
@@ -166,6 +176,7 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     sample: Sample = field(default_factory=Sample)
     remat: Remat = field(default_factory=Remat)
+    memory: Memory = field(default_factory=Memory)
     profile: Profile = field(default_factory=Profile)
 
 

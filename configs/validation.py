@@ -66,7 +66,8 @@ def validate(config: Config) -> None:
     not_negative = (
         "seed model.logit_soft_cap model.sliding_window mesh.num_devices optimizer.warmup_steps optimizer.weight_decay "
         "optimizer.clip_norm loss.z_loss evaluation.every_steps evaluation.batch_size "
-        "checkpoint.keep_every_steps sample.length sample.temperature sample.top_k sample.seed"
+        "checkpoint.keep_every_steps memory.limit_gib memory.reserve_gib sample.length sample.temperature "
+        "sample.top_k sample.seed"
     )
     _require(config, positive, "greater than 0", lambda v: v > 0)
     _require(config, not_negative, "0 or greater", lambda v: v >= 0)
@@ -91,8 +92,11 @@ def validate(config: Config) -> None:
     _check_sizes(config)
     _check_rules(config.rules)
     plan = config.remat.plan
-    if plan not in ("full", "none") and not (plan.startswith("names:") and all(plan[len("names:") :].split(","))):
-        raise InputError(f"config.remat.plan is {plan!r}; it must be 'full', 'none' or 'names:a,b,c'.")
+    named = plan.startswith("names:") and all(plan[len("names:") :].split(","))
+    if plan not in ("auto", "full", "none") and not named and not plan.endswith(".json"):
+        raise InputError(
+            f"config.remat.plan is {plan!r}; it must be 'auto', 'full', 'none', 'names:a,b,c' or the path of a plan.json."
+        )
     if config.data.source == "text" and not config.data.path:
         raise InputError("config.data.path is empty; data.source='text' needs a glob, such as 'books/**/*.txt'.")
     steps = config.profile.steps

@@ -1,22 +1,51 @@
 """What each block saves for the backward pass: from `config.remat.plan` to the segments that the model takes."""
 
-from configs.schema import Config
+import json
+import pathlib
+
+from configs.schema import Config, InputError
 from model.stack import Segment
 from remat.trace import check_names
 
 
 def plan_segments(config: Config) -> tuple[Segment, ...]:
-    """The segments of `config.remat.plan`: 'full', 'none' or 'names:a,b,c'.
+    """The segments of `config.remat.plan`; of 'auto' those of 'full', until `remat.planner` has decided.
 
-    Raises InputError for a name that the block does not have.
+    Raises InputError for a name that the block does not have, and for a file that holds no plan for this model.
     """
-    plan = config.remat.plan
-    save: tuple[str, ...] | None
+    plan, layers = config.remat.plan, config.model.num_layers
     if plan == "none":
-        save = None
-    elif plan == "full":
-        save = ()
-    else:
+        return (Segment(0, layers, None),)
+    if plan in ("auto", "full"):
+        return (Segment(0, layers, ()),)
+    if plan.startswith("names:"):
         save = tuple(plan.removeprefix("names:").split(","))
         check_names(config, save)
-    return (Segment(0, config.model.num_layers, save),)
+        return (Segment(0, layers, save),)
+    segments = _read(plan)
+    check_names(config, tuple(name for segment in segments for name in segment.save or ()))
+    ends = [0, *(s.first_layer + s.num_layers for s in segments)]
+    if [s.first_layer for s in segments] != ends[:-1] or ends[-1] != layers or any(s.num_layers < 1 for s in segments):
+        spans = ", ".join(f"{s.first_layer} to {s.first_layer + s.num_layers - 1}" for s in segments)
+        raise InputError(
+            f"config.remat.plan={plan} has segments for layers {spans}; config.model.num_layers is {layers}, and every layer "
+            "must be in one segment. Make a new plan with --mode=plan."
+        )
+    return segments
+
+
+def _read(path: str) -> tuple[Segment, ...]:
+    try:
+        stored = json.loads(pathlib.Path(path).read_text())["segments"]
+        if any(s.get("offload") for s in stored):
+            raise InputError(f"config.remat.plan={path} offloads tensors to the host, which this version does not do.")
+        return tuple(
+            Segment(int(s["first_layer"]), int(s["num_layers"]), None if s["save"] is None else tuple(map(str, s["save"])))
+            for s in stored
+        )
+    except OSError as error:
+        raise InputError(f"config.remat.plan={path} cannot be read: {error.strerror}.") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"config.remat.plan={path} is no plan ({type(error).__name__}: {error}). --mode=plan writes one, WORKDIR/plan.json."
+        ) from error

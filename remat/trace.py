@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from configs.schema import Config, InputError
 from model.layers import Block
+from model.stack import Segment
 
 
 def activation_names(config: Config) -> list[str]:
@@ -25,7 +26,7 @@ def _names(jaxpr) -> Iterator[str]:
     for equation in jaxpr.eqns:
         if equation.primitive.name == "name":
             yield equation.params["name"]
-        for inner in _inner(equation):
+        for inner in inner_jaxprs(equation):
             yield from _names(inner)
 
 
@@ -38,6 +39,24 @@ def check_names(config: Config, names: tuple[str, ...]) -> None:
             f"config.remat.plan is {config.remat.plan!r}, but a block has no activation named "
             f"{', '.join(map(repr, unknown))}. It has: {', '.join(known)}."
         )
+
+
+def model_flops(program) -> int:
+    """FLOPs of a step's matrix products on all devices, recompute apart: three times those of the forward pass.
+
+    As PaLM counts them (arXiv:2204.02311, appendix B): attention in full whatever the mask, look-ups not at all.
+    """
+    config = dataclasses.replace(program.model.config, attention_kernel="xla")  # whose products can be seen
+    plain = program.model.clone(config=config, segments=(Segment(0, config.num_layers),))
+    batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), program.abstract_batch())
+
+    def forward(params, batch):
+        inputs = batch["inputs"], batch["positions"], batch["segment_ids"]
+        x_BLD = plain.apply({"params": params}, *inputs, True)
+        return plain.apply({"params": params}, x_BLD, method="logits")
+
+    jaxpr = jax.make_jaxpr(forward)(program.abstract_state.params, batch).jaxpr
+    return 3 * program.config.gradient_accumulation * matmul_flops(jaxpr)
 
 
 def matmul_flops(jaxpr) -> int:
@@ -53,14 +72,14 @@ def matmul_flops(jaxpr) -> int:
             shape = equation.invars[0].aval.shape
             total += 2 * equation.outvars[0].aval.size * math.prod(shape[i] for i in contracted)
             continue
-        inside = sum(matmul_flops(inner) for inner in _inner(equation))
+        inside = sum(matmul_flops(inner) for inner in inner_jaxprs(equation))
         if inside and name == "while":
             raise ValueError("matmul_flops: a while loop has products; how often it turns is not known")
         total += inside * (equation.params["length"] if name == "scan" else 1)
     return total
 
 
-def _inner(equation) -> Iterator:
+def inner_jaxprs(equation) -> Iterator:
     """The jaxprs that an equation calls."""
     for value in jax.tree.leaves(list(equation.params.values())):  # alone or in tuples
         value = getattr(value, "jaxpr", value)

@@ -257,6 +257,53 @@ MUTATIONS = [
         "tests/parallel/test_sharding.py::test_a_name_without_a_rule_is_an_error",
     ),
     Mutation(
+        "the first device's limit counts, not the tightest one's",
+        "remat/ledger.py", "return min(self.devices, key=lambda d: d.budget)", "return self.devices[0]",
+        "tests/remat/test_planner.py::test_what_a_device_reports_and_what_others_use_of_it_counts",
+    ),
+    Mutation(
+        "bytes that others use on a device are taken for free",
+        "remat/ledger.py", 'round(config.memory.reserve_gib * GIB) + in_use', "round(config.memory.reserve_gib * GIB)",
+        "tests/remat/test_planner.py::test_what_a_device_reports_and_what_others_use_of_it_counts",
+    ),
+    Mutation(
+        "batches that wait beside the step are forgotten",
+        "remat/ledger.py", "beside_bytes=batch * (1 + config.data.prefetch_batches)", "beside_bytes=0",
+        "tests/remat/test_planner.py::test_parts_are_those_of_the_arrays",
+    ),
+    Mutation(
+        "the cost of a set of names is searched for behind saved ones too",
+        "remat/graph.py", "            if self._name(value) in saved:\n                continue\n", "",
+        "tests/remat/test_graph.py::test_recompute_and_saved_bytes_of_each_policy",
+    ),
+    Mutation(
+        "a product's FLOPs are those of all devices",
+        "remat/graph.py", "flops if local else flops / math.prod", "flops if True else flops / math.prod",
+        "tests/remat/test_graph.py::test_recompute_and_saved_bytes_of_each_policy",
+    ),
+    Mutation(
+        "a name that the backward pass does not need is offered",
+        "remat/graph.py", "found = self._names_of(self._expand(frozenset())[1])\n        return",
+        "found = set(self.names)\n        return",
+        "tests/remat/test_graph.py::test_names_that_save_nothing_are_told_apart_with_the_reason",
+    ),
+    Mutation(
+        "only neighbours of the front are mixed",
+        "remat/solve.py", "richer = first < second", "richer = first + 1 == second",
+        "tests/remat/test_solve.py::test_a_pair_that_is_not_neighbours_can_win",
+    ),
+    Mutation(
+        "the richer policy comes first",
+        "remat/solve.py", "parts = [(0, split, self.first), (split, self.num_second, self.second)]",
+        "parts = [(0, self.num_second, self.second), (self.num_second, split, self.first)]",
+        "tests/remat/test_solve.py::test_segments_put_the_richer_policy_last",
+    ),
+    Mutation(
+        "what a compile showed corrects nothing",
+        "remat/planner.py", "model.offset += peak - predicted", "model.offset += 0",
+        "tests/remat/test_planner.py::test_a_wrong_model_is_corrected_by_what_was_compiled",
+    ),
+    Mutation(
         "a misspelt activation name is accepted",
         "remat/plan.py", "        check_names(config, save)\n", "",
         "tests/configs/test_command_line.py::test_the_command_refuses_what_does_not_fit_the_devices_and_touches_nothing",

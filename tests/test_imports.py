@@ -17,8 +17,9 @@ BASE = {"parallel", "configs"}
 PARTS = {"model", "remat", "optimizer", "losses"}
 AROUND = BASE | {"program", "input_pipeline", "checkpointing", "metrics"}
 ALLOWED = {
-    "main": BASE | {"train", "evaluate", "generate"},
-    "train": AROUND | {"evaluate", "generate", "plots", "profiling"},
+    "main": BASE | {"train", "planning", "evaluate", "generate", "remat"},
+    "planning": AROUND | {"remat"},
+    "train": AROUND | {"remat", "evaluate", "generate", "plots", "profiling"},
     "evaluate": AROUND,
     "generate": AROUND,
     "program": BASE | PARTS,

@@ -213,13 +213,13 @@ def test_starts_from_the_parameters_of_a_checkpoint_with_a_new_optimizer(tmp_pat
 
 def test_a_step_is_read_only_when_the_next_is_under_way(tmp_path, monkeypatch):
     events = []
-    compile_train_step, report = Program.compile_train_step, training.metrics.Reporter.step
+    decide, report = training.decide, training.metrics.Reporter.step
 
-    def compiled(program):
-        step = compile_train_step(program)
-        return lambda *args: (events.append("dispatch"), step(*args))[1]
+    def decided(make_program):
+        plan, program, step = decide(make_program)
+        return plan, program, lambda *args: (events.append("dispatch"), step(*args))[1]
 
-    monkeypatch.setattr(Program, "compile_train_step", compiled)
+    monkeypatch.setattr(training, "decide", decided)
     monkeypatch.setattr(training.metrics.Reporter, "step", lambda r, s, v: (events.append(f"read {s}"), report(r, s, v))[1])
     training.train(_config(steps=4, checkpoint={"every_steps": 100}), tiny.program().mesh, tmp_path)
     assert events == ["dispatch", "dispatch", "read 1", "dispatch", "read 2", "dispatch", "read 3", "read 4"]
@@ -232,6 +232,7 @@ def test_everything_a_run_writes_is_in_its_workdir(tmp_path):
         "config.json",
         "loss.png",
         "metrics.jsonl",
+        "plan.json",
         "tensorboard",
     ]
     assert json.loads((tmp_path / "config.json").read_text())["model"]["vocab_size"] == 320

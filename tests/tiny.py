@@ -1,11 +1,12 @@
 """A model and batches small enough to compile in a second or two."""
 
+import contextlib
 import dataclasses
 
 import jax
 import numpy as np
 
-from configs.schema import Config, Mesh, Model, Optimizer
+from configs.schema import Config, Mesh, Model, Optimizer, Remat
 from configs.validation import validate
 from parallel.mesh import make_mesh
 from program import Program
@@ -19,6 +20,7 @@ CONFIG = Config(
         compute_dtype="float32", attention_kernel="xla",
     ),
     mesh=Mesh(data=2, fsdp=2, tensor=2),
+    remat=Remat("full"),
     optimizer=Optimizer(learning_rate=1e-2, warmup_steps=2),
 )  # fmt: skip
 
@@ -52,3 +54,14 @@ def batch(program: Program, seed: int = 0, segments: int = 1) -> dict[str, jax.A
         "weights": (position % length < length - 1).astype(np.float32),
     }
     return {k: jax.device_put(a.reshape(shape), program.batch_sharding) for k, a in arrays.items()}
+
+
+@contextlib.contextmanager
+def no_compile_cache():
+    """What is compiled for absent devices cannot be read back from JAX's cache."""
+    seconds = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)

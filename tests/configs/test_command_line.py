@@ -23,6 +23,7 @@ for line in sys.stdin:
         flags.DEFINE_string("workdir", None, "", flag_values=names)
         flags.DEFINE_enum("mode", "train", ["train"], "", flag_values=names)
         flags.DEFINE_string("prompt", None, "", flag_values=names)
+        flags.DEFINE_string("topology", "", "", flag_values=names)
         try:
             holder = command_line.define_config()
             command_line.parse(sys.argv)
@@ -94,7 +95,7 @@ FIELDS_REFUSED = [
     ("--config.data.source=text", "config.data.path is empty; data.source='text' needs a glob"),
     (
         "--confg=3",
-        "--confg is not a flag. Did you mean --config? There are --config, --mode, --prompt, --workdir, and --config.",
+        "--confg is not a flag. Did you mean --config? There are --config, --mode, --prompt, --topology, --workdir, and",
     ),
     ("--steps=3", "--steps is not a flag. Did you mean --config.steps?"),
     ("--model.num_layers=3", "--model.num_layers is not a flag. Did you mean --config.model.num_layers?"),
@@ -152,6 +153,7 @@ OTHERS_REFUSED = [
     ("--config=good.py --workdir=file", "--workdir=file cannot be a folder: "),
     ("--config=good.py --workdir=file/under/it", "--workdir=file/under/it cannot be a folder: "),
     ("--config=good.py --workdir=w --prompt=ab", "--prompt is for --mode=generate, but --mode is train"),
+    ("--config=good.py --workdir=w --topology=h100:8", "--topology is for --mode=plan, but --mode is train"),
     ("--flagfile=none.flags", "Unable to open flagfile: "),
     ("--flagfile=bad.flags", "Did you mean config.steps?"),
 ]

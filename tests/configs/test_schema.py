@@ -72,9 +72,9 @@ def _with(**fields) -> Config:
         ({"mesh__data": -2}, "config.mesh.data is -2"),
         ({"rules__mlp": "tensr"}, "config.rules.mlp is 'tensr'; it must name mesh axes out of data, fsdp, tensor"),
         ({"rules__batch": "data,data"}, "each at most once"),
-        ({"remat__plan": "some"}, "must be 'full', 'none' or 'names:a,b,c'"),
-        ({"remat__plan": "names:"}, "must be 'full', 'none' or 'names:a,b,c'"),
-        ({"remat__plan": "names:q,,v"}, "must be 'full', 'none' or 'names:a,b,c'"),
+        ({"remat__plan": "some"}, "must be 'auto', 'full', 'none', 'names:a,b,c' or the path of a plan.json"),
+        ({"remat__plan": "names:"}, "must be 'auto', 'full', 'none', 'names:a,b,c' or the path of a plan.json"),
+        ({"remat__plan": "names:q,,v"}, "must be 'auto', 'full', 'none', 'names:a,b,c' or the path of a plan.json"),
     ],
 )
 def test_refusals(fields, told):

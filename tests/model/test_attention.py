@@ -204,12 +204,8 @@ def _compiled_step(topology, plan):
                     sliding_window=200),
         mesh=Mesh(fsdp=4, tensor=2), remat=Remat(plan),
     )  # fmt: skip
-    seconds = jax.config.jax_persistent_cache_min_compile_time_secs
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)  # what is for absent devices can't be read back
-    try:
+    with tiny.no_compile_cache():
         text = Program(config, make_mesh(config, absent_devices(topology))).compile_train_step().as_text()
-    finally:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
     shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", text)}
     held = {shape for shape in shapes if shape.count(512) >= 2}
     return text, held

@@ -1,0 +1,217 @@
+"""A plan for people and for other tools: `plan.json`, a table, a picture."""
+
+import importlib.metadata
+import io
+import json
+import pathlib
+
+import jax
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from device_kinds import device_kind
+from remat.ledger import GIB
+from remat.planner import NOMINAL, Plan, describe
+
+
+def ledger(plan: Plan) -> list[dict[str, int]]:
+    """A row for each device; its parts add up to the predicted peak, or for a given plan to the compiled one."""
+    parts = plan.parts
+    peak = plan.predicted_peak_bytes if plan.predicted_peak_bytes is not None else plan.compiled_peak_bytes or 0
+    known = parts.params_bytes + parts.optimizer_bytes + parts.gradient_bytes + parts.batch_bytes + plan.saved_bytes
+    return [
+        {
+            "id": d.id,
+            "process": d.process,
+            "limit_bytes": d.limit_bytes,
+            "reserved_bytes": d.reserved_bytes + parts.beside_bytes,
+            "params_bytes": parts.params_bytes,
+            "optimizer_bytes": parts.optimizer_bytes,
+            "gradient_bytes": parts.gradient_bytes,
+            "batch_bytes": parts.batch_bytes,
+            "saved_activation_bytes": plan.saved_bytes,
+            "offloaded_bytes": 0,
+            "workspace_bytes": peak - known,
+            "predicted_peak_bytes": peak,
+            "headroom_bytes": d.budget - parts.beside_bytes - peak,
+        }
+        for d in plan.limits.devices
+    ]
+
+
+def as_json(plan: Plan, program, topology: str) -> dict:
+    """The object of plan.json; bytes are per device."""
+    mesh, names = program.mesh, [r["name"] for r in plan.rejected]
+    device = mesh.devices.flat[0]
+    every = dict.fromkeys([*(n for s in plan.segments for n in s.save or ()), *names])
+    versions = {"jax": jax.__version__, "jaxlib": jax.lib.__version__}
+    for package in ("flax", "libtpu"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = ""
+    return {
+        "topology": topology,
+        "device_kind": device.device_kind,
+        "num_devices": mesh.size,
+        "num_processes": len({d.process_index for d in mesh.devices.flat}),
+        "versions": versions,
+        "devices": ledger(plan),
+        "binding_device": plan.limits.binding.id,
+        "segments": [
+            {
+                "first_layer": s.first_layer,
+                "num_layers": s.num_layers,
+                "save": None if s.save is None else list(s.save),
+                "offload": [],
+                "recompute": [] if s.save is None else [n for n in every if n not in s.save],
+            }
+            for s in plan.segments
+        ],
+        "predicted_peak_bytes": plan.predicted_peak_bytes,
+        "compiled_peak_bytes": plan.compiled_peak_bytes,
+        "num_compiles": plan.num_compiles,
+        "verified": plan.verified,
+        "model_flops": plan.model_flops,
+        "recompute_flops": plan.recompute_flops,
+        "modelled_step_seconds": step_seconds(plan, program),
+        "next_better": plan.next_better,
+        "rejected": plan.rejected,
+        "tried": [
+            {**t, "segments": [{"num_layers": s.num_layers, "save": list(s.save)} for s in t["segments"]]} for t in plan.tried
+        ],
+    }
+
+
+def step_seconds(plan: Plan, program) -> float:
+    """Modelled: the model's products at the devices' peak, and the recompute."""
+    kind = device_kind(program.mesh.devices.flat[0].device_kind) or NOMINAL
+    return plan.model_flops / program.mesh.size / kind.peak_flops + plan.recompute_seconds
+
+
+def write(plan: Plan, program, compiled, topology: str, workdir: pathlib.Path) -> None:
+    """Writes WORKDIR/plan.json, and where `memory.save_hlo` asks for it the compiled step's text."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    (workdir / "plan.json").write_text(json.dumps(as_json(plan, program, topology), indent=2) + "\n")
+    if program.config.memory.save_hlo:
+        (workdir / "train_step.hlo.txt").write_text(compiled.as_text())
+
+
+def summary(plan: Plan) -> str:
+    """The plan in a line."""
+    used = (plan.compiled_peak_bytes or 0) + plan.parts.beside_bytes
+    return f"plan: {describe(plan.segments)}; {used / GIB:.3f} of {plan.limits.budget / GIB:.3f} GiB a device"
+
+
+def table(plan: Plan, program, topology: str) -> str:
+    """The plan in at most 100 columns: what binds, what is saved where, what more memory would buy."""
+    found, budget = as_json(plan, program, topology), plan.limits.budget
+    rows, binding = found["devices"], plan.limits.binding
+    used = (plan.compiled_peak_bytes or 0) + plan.parts.beside_bytes
+    where = f"{topology}: " if topology else ""
+    lines = [
+        f"Plan for {where}{found['num_devices']} {found['device_kind']} device(s), limits from {plan.limits.source}.",
+        f"The compiled step fits: it takes {used / GIB:.3f} of the {budget / GIB:.3f} GiB of device {binding.id}, the "
+        f"tightest ({used / budget:.1%})."
+        if plan.verified
+        else "NOT proved to fit.",
+    ]
+    out = io.StringIO()
+    console = Console(file=out, width=100, force_terminal=False, highlight=False)
+    layers = Table(title="What each layer saves for its backward pass", title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("layers", "saved", "recomputed"):
+        layers.add_column(column, overflow="fold")
+    for s in found["segments"]:
+        saved = "everything (no nn.checkpoint)" if s["save"] is None else " ".join(s["save"]) or "nothing but its input"
+        layers.add_row(f"{s['first_layer']} to {s['first_layer'] + s['num_layers'] - 1}", saved, " ".join(s["recompute"]))
+    console.print(layers)
+    console.print(_ledger_table(rows))
+    recompute = plan.recompute_flops / plan.model_flops if plan.model_flops else 0.0
+    seconds = found["modelled_step_seconds"]
+    lines_after = [
+        f"Recompute: {plan.recompute_flops / 1e12:.3g} TFLOP a step over all devices, {recompute:.1%} of the model's "
+        f"{plan.model_flops / 1e12:.3g}.",
+        f"Modelled time of a step: {seconds * 1e3:.3g} ms, of which recompute {plan.recompute_seconds * 1e3:.3g} ms. "
+        "Nothing was timed.",
+        f"Compiles of the train step: {plan.num_compiles}."
+        + (
+            f" Peak predicted before the chosen plan was compiled: {plan.predicted_peak_bytes / GIB:.3f} GiB, compiled: "
+            f"{(plan.compiled_peak_bytes or 0) / GIB:.3f} GiB."
+            if plan.predicted_peak_bytes
+            else ""
+        ),
+    ]
+    if plan.next_better:
+        lines_after.append(
+            f"{plan.next_better['extra_bytes'] / GIB:.0f} GiB more on every device would save "
+            f"{plan.next_better['modelled_seconds_saved'] * 1e3:.3g} ms a step (modelled)."
+        )
+    lines_after += [f"  {r['name']} is not saved: {r['reason']}" for r in plan.rejected]
+    return "\n".join([*lines, out.getvalue().rstrip(), *lines_after])
+
+
+def _ledger_table(rows: list[dict[str, int]]) -> Table:
+    """Devices with the same figures share a line."""
+    result = Table(title="Memory of each device, in GiB", title_justify="left", box=box.SIMPLE_HEAD)
+    columns = {
+        "device": "",
+        "limit": "limit_bytes",
+        "kept free": "reserved_bytes",
+        "params": "params_bytes",
+        "optim": "optimizer_bytes",
+        "grads": "gradient_bytes",
+        "batch": "batch_bytes",
+        "saved": "saved_activation_bytes",
+        "work": "workspace_bytes",
+        "peak": "predicted_peak_bytes",
+        "left": "headroom_bytes",
+    }
+    for name in columns:
+        result.add_column(name, justify="right")
+    groups: dict[tuple, list[int]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[c] for c in list(columns.values())[1:]), []).append(row["id"])
+    for figures, ids in groups.items():
+        consecutive = ids == list(range(ids[0], ids[-1] + 1)) and len(ids) > 1
+        label = f"{ids[0]}-{ids[-1]}" if consecutive else ",".join(map(str, ids[:4])) + ("…" if len(ids) > 4 else "")
+        result.add_row(label, *(f"{f / GIB:.3f}" for f in figures))
+    return result
+
+
+def picture(plan: Plan, program, topology: str, path: pathlib.Path) -> None:
+    """Draws the parts of each device's memory against its limit, and the front of policies with the chosen mix."""
+    from matplotlib.figure import Figure
+
+    rows = ledger(plan)
+    figure = Figure(figsize=(12, 4.8), dpi=150, layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    shown = rows if len(rows) <= 16 else sorted(rows, key=lambda r: r["headroom_bytes"])[:16]
+    parts = ["reserved", "params", "optimizer", "gradient", "batch", "saved_activation", "workspace"]
+    bottom = [0.0] * len(shown)
+    labels = [str(r["id"]) for r in shown]
+    for part in parts:
+        sizes = [r[f"{part}_bytes"] / GIB for r in shown]
+        left.bar(labels, sizes, bottom=bottom, label=part.replace("_", " "), width=0.7)
+        bottom = [b + s for b, s in zip(bottom, sizes, strict=True)]
+    for i, r in enumerate(shown):
+        binding = r["id"] == plan.limits.binding.id
+        left.hlines(r["limit_bytes"] / GIB, i - 0.42, i + 0.42, colors="red" if binding else "black", linewidth=2)
+    note = "" if len(rows) == len(shown) else f" (the 16 tightest of {len(rows)})"
+    left.set(xlabel=f"device{note}", ylabel="GiB", title="Memory of each device; line: limit, red: the tightest")
+    left.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    layers = program.config.model.num_layers
+    if plan.front:
+        right.plot(
+            [n.saved_bytes * layers / GIB for n in plan.front], [n.seconds * layers * 1e3 for n in plan.front], ".",
+            color="gray", label="one policy in all layers",
+        )  # fmt: skip
+    right.plot(
+        [plan.saved_bytes / GIB], [plan.recompute_seconds / program.config.gradient_accumulation * 1e3], "*", color="red",
+        markersize=14, label="chosen",
+    )  # fmt: skip
+    right.set(xlabel="saved activations, GiB a device", ylabel="recompute, modelled ms a step", title="What memory buys")
+    right.grid(alpha=0.3)
+    right.legend(frameon=False)
+    figure.suptitle(f"{topology or program.mesh.devices.flat[0].device_kind}: {len(rows)} devices")
+    figure.savefig(path)
