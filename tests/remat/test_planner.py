@@ -21,16 +21,21 @@ from remat.topologies import absent_devices
 from tests import tiny
 
 MODEL = {"num_layers": 4, "mlp_dim": 128}
-LARGER = {"context_length": 64, "global_batch_size": 16, "model": MODEL}
+# Two devices: their programs compile faster than those of eight.
+LARGER = {"context_length": 64, "global_batch_size": 16, "model": MODEL, "mesh": {"data": 1, "fsdp": 2, "tensor": 1}}
 
 
 def _config(plan="auto", **memory):
     return tiny.config(**LARGER, remat={"plan": plan}, memory={"reserve_gib": 0.0} | memory)
 
 
+def _mesh():
+    return tiny.program(**LARGER).mesh
+
+
 @functools.cache
 def _decide(plan="auto", **memory):
-    return decide(functools.partial(Program, _config(plan, **memory), tiny.program().mesh))
+    return decide(functools.partial(Program, _config(plan, **memory), _mesh()))
 
 
 def _total(plan):
@@ -57,7 +62,7 @@ def test_with_room_for_everything_one_compile_saves_everything_useful():
 def between(ends):
     """Plans under limits from little more than full recompute needs to nearly enough for everything."""
     low, high = ends
-    return [_decide(limit_gib=(low + share * (high - low)) / GIB)[0] for share in (0.05, 0.35, 0.65, 0.95)]
+    return [_decide(limit_gib=(low + share * (high - low)) / GIB)[0] for share in (0.05, 0.5, 0.95)]
 
 
 def test_every_plan_fits_its_limit_after_at_most_four_compiles(between):
@@ -97,12 +102,12 @@ def test_a_given_plan_that_does_not_fit_is_refused(ends):
 def test_the_tightest_device_binds_and_the_others_say_what_they_leave(ends):
     low, high = ends
     limit = (low + 0.5 * (high - low)) / GIB
-    plan, program, _ = _decide(limits_gib=f"5:{limit}", limit_gib=2 * limit)
-    assert plan.limits.binding.id == 5 and plan.segments == _decide(limit_gib=limit)[0].segments
+    plan, program, _ = _decide(limits_gib=f"1:{limit}", limit_gib=2 * limit)
+    assert plan.limits.binding.id == 1 and plan.segments == _decide(limit_gib=limit)[0].segments
     found = as_json(plan, program, "")
-    assert found["binding_device"] == 5
+    assert found["binding_device"] == 1
     left = {row["id"]: row["headroom_bytes"] for row in found["devices"]}
-    assert min(left, key=left.get) == 5 and left[0] - left[5] == round(2 * limit * GIB) - round(limit * GIB)
+    assert min(left, key=left.get) == 1 and left[0] - left[1] == round(2 * limit * GIB) - round(limit * GIB)
 
 
 def test_the_parts_of_a_row_add_up_to_what_was_predicted(between):
@@ -124,7 +129,7 @@ def test_parts_are_those_of_the_arrays():
     program = tiny.program(**LARGER)
     parts, state = ledger.count_parts(program), program.init_state()
     on_device = lambda tree: sum(  # noqa: E731
-        s.data.nbytes for a in jax.tree.leaves(tree) for s in a.addressable_shards if s.device.id == 3
+        s.data.nbytes for a in jax.tree.leaves(tree) for s in a.addressable_shards if s.device.id == 1
     )
     assert parts.params_bytes == on_device(state.params) == parts.gradient_bytes
     assert parts.optimizer_bytes == on_device(state.opt_state)
@@ -184,13 +189,13 @@ def test_the_need_is_read_off_the_message_that_refuses_a_program():
 
 def test_the_plan_is_written_read_again_and_pinned(tmp_path, between, monkeypatch):
     limit = next(plan for plan in between if len(plan.segments) == 2).limits.budget / GIB
-    planning.plan(_config(limit_gib=limit), tiny.program().mesh, tmp_path)
+    planning.plan(_config(limit_gib=limit), _mesh(), tmp_path)
     stored = json.loads((tmp_path / "plan.json").read_text())
     assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
     keys = "topology device_kind num_devices num_processes versions devices binding_device segments predicted_peak_bytes"
     keys += " compiled_peak_bytes num_compiles verified model_flops recompute_flops modelled_step_seconds next_better rejected"
     assert set(keys.split()) <= set(stored)
-    assert stored["verified"] and len(stored["devices"]) == 8
+    assert stored["verified"] and len(stored["devices"]) == 2
     pinned, _, _ = _decide(str(tmp_path / "plan.json"))
     assert [list(s.save) for s in pinned.segments] == [s["save"] for s in stored["segments"]]
     assert pinned.compiled_peak_bytes == stored["compiled_peak_bytes"]
@@ -233,7 +238,7 @@ def test_a_wrong_model_is_corrected_by_what_was_compiled(ends, monkeypatch):
 
     monkeypatch.setattr(planner, "count_parts", too_little)
     config = _config(limit_gib=(low + 0.5 * (high - low)) / GIB)
-    plan, _, _ = decide(functools.partial(Program, config, tiny.program().mesh))
+    plan, _, _ = decide(functools.partial(Program, config, _mesh()))
     assert plan.verified and 1 < plan.num_compiles <= 4
     assert np.isfinite(plan.recompute_seconds) and plan.recompute_seconds <= _decide("full")[0].recompute_seconds
 
