@@ -193,4 +193,5 @@ def say_samples(texts: list[str], sample: Sample) -> None:
     for i, text in enumerate(texts):
         if len(texts) > 1:
             say(f"--- sample {i + 1} of {len(texts)}, seed {sample.seed}, temperature {sample.temperature}")
-        say(text.rstrip())
+        encoding = console.encoding or "utf-8"  # a model may write what a terminal cannot show
+        say(text.rstrip().encode(encoding, errors="replace").decode(encoding))

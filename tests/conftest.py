@@ -8,6 +8,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # for the processes that tests start, too
+# Simulated devices wait for each other; on a busy machine one may be late, and XLA would end the process after 40 s.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_collective_call_terminate_timeout_seconds=600"
 
 import jax  # noqa: E402
 
