@@ -23,7 +23,11 @@ _POSITIONS = 128  # a multiple of it is computed: attention kernels want that
 
 def encode_prompt(tokenizer, prompt: str, context_length: int) -> np.ndarray:
     """The prompt's tokens behind the one that begins a document. Raises InputError if nothing fits behind them."""
-    tokens = np.concatenate([[tokenizer.bos_id], tokenizer.encode(prompt.encode())]).astype(np.int32)
+    try:  # the command line may hold bytes that are no UTF-8: Python keeps them as surrogates
+        encoded = tokenizer.encode(prompt.encode(errors="surrogateescape"))
+    except UnicodeError as error:
+        raise InputError(f"The prompt {prompt!r} is not UTF-8, which this tokenizer needs: {error}.") from error
+    tokens = np.concatenate([[tokenizer.bos_id], encoded]).astype(np.int32)
     if len(tokens) >= context_length:
         raise InputError(
             f"The prompt has {len(tokens)} tokens with the one that begins a document; config.context_length is "

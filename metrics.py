@@ -10,6 +10,7 @@ import json
 import math
 import os
 import pathlib
+import sys
 import time
 from collections.abc import Iterator
 
@@ -193,5 +194,6 @@ def say_samples(texts: list[str], sample: Sample) -> None:
     for i, text in enumerate(texts):
         if len(texts) > 1:
             say(f"--- sample {i + 1} of {len(texts)}, seed {sample.seed}, temperature {sample.temperature}")
-        encoding = console.encoding or "utf-8"  # a model may write what a terminal cannot show
-        say(text.rstrip().encode(encoding, errors="replace").decode(encoding))
+        if jax.process_index() == 0:  # as it is: rich would make spaces of tabs, and a terminal may not know every character
+            encoding = sys.stdout.encoding or "utf-8"
+            print(text.rstrip().encode(encoding, errors="replace").decode(encoding), flush=True)

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import metrics
 from configs.schema import Sample
-from generate import choose, sample_text
+from generate import choose, encode_prompt, sample_text
 from input_pipeline.tokenizer import load_tokenizer
 from tests import tiny
 
@@ -122,3 +123,12 @@ def test_ties_leave_no_more_than_top_k():
     keys = jax.random.split(jax.random.key(0), 1000)
     drawn = np.asarray(choose(jnp.zeros((1000, 5)), keys, Sample(temperature=1.0, top_k=2)))
     assert set(drawn) == {0, 1}
+
+
+def test_a_prompt_of_other_bytes_than_utf8_is_taken_byte_by_byte():
+    assert list(encode_prompt(TOKENIZER, "a\udcff", 16)) == [256, ord("a"), 0xFF]
+
+
+def test_texts_are_printed_as_they_are(capsys):
+    metrics.say_samples(["a\tb :smile: [bold]"], Sample())
+    assert capsys.readouterr().out == "a\tb :smile: [bold]\n"
