@@ -89,8 +89,12 @@ class Program:
 
     @functools.cached_property
     def init_program(self) -> Any:
-        """The jitted function from a key to a new state; without its output shardings, parts would be made whole."""
-        return jax.jit(lambda key: self._new_state(nn.unbox(self._init_params(key))), out_shardings=self.state_shardings)
+        """The compiled function from a key to a new state; without its output shardings, parts would be made whole."""
+        make = jax.jit(lambda key: self._new_state(nn.unbox(self._init_params(key))), out_shardings=self.state_shardings)
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        with self.on_mesh():
+            return make.lower(jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole)).compile()
 
     # Data
 
@@ -108,8 +112,13 @@ class Program:
         """Shapes, dtypes and shardings of a training batch."""
         c = self.config
         shape = (c.gradient_accumulation, c.global_batch_size // c.gradient_accumulation, c.context_length)
-        dtypes = dict.fromkeys(("inputs", "targets", "positions", "segment_ids"), jnp.int32) | {"weights": jnp.float32}
-        return {k: jax.ShapeDtypeStruct(shape, dtype, sharding=self.batch_sharding) for k, dtype in dtypes.items()}
+        return _arrays(shape, self.batch_sharding)
+
+    def abstract_evaluation_batch(self) -> Batch:
+        """Shapes, dtypes and shardings of an evaluation batch."""
+        c = self.config
+        rows = c.evaluation.batch_size or c.global_batch_size // c.gradient_accumulation
+        return _arrays((rows, c.context_length), self.evaluation_sharding)
 
     # Steps
 
@@ -175,5 +184,13 @@ class Program:
             return step.lower(self.abstract_state, self.abstract_batch()).compile()
 
     @functools.cached_property
-    def evaluation_step(self) -> Callable[[Any, Batch], dict[str, jax.Array]]:
-        return jax.jit(functools.partial(self.sums, key=None, deterministic=True))
+    def evaluation_step(self) -> Any:
+        """The compiled function `(params, batch [B, L]) -> sums` of `sums`."""
+        step = jax.jit(functools.partial(self.sums, key=None, deterministic=True))
+        with self.on_mesh():
+            return step.lower(self.abstract_state.params, self.abstract_evaluation_batch()).compile()
+
+
+def _arrays(shape: tuple[int, ...], of: NamedSharding) -> Batch:
+    dtypes = dict.fromkeys(("inputs", "targets", "positions", "segment_ids"), jnp.int32) | {"weights": jnp.float32}
+    return {k: jax.ShapeDtypeStruct(shape, dtype, sharding=of) for k, dtype in dtypes.items()}

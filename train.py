@@ -19,7 +19,7 @@ from input_pipeline import Data, load_data, order2_bits_per_byte, train_batches
 from plots import loss_picture
 from profiling import Profiler
 from program import Program, State
-from remat.planner import decide
+from remat.planner import decide_and_compile
 from remat.report import summary, write
 
 
@@ -61,13 +61,13 @@ def train(config: Config, mesh: Mesh, workdir: pathlib.Path) -> None:
             return
         # Before anything is on the devices: what is in use there now is in use by others.
         began = time.perf_counter()
-        plan, program, step_fn = decide(functools.partial(Program, config, mesh))
+        plan, program, step_fn = decide_and_compile(functools.partial(Program, config, mesh))
         metrics.say(f"{summary(plan)} ({time.perf_counter() - began:.1f} s to plan and compile)")
         state, examples = start_state(program, data, checkpoints)
         first = int(state.step)
         if jax.process_index() == 0:
             (workdir / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
-            write(plan, program, step_fn, "", workdir)
+            write(plan, program, lambda: step_fn, "", workdir)
         batches = train_batches(
             data.train,
             seed=config.seed,

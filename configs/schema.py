@@ -154,6 +154,9 @@ class Memory:
     limit_gib: float = 0.0  # of every device; 0: what it reports, or its kind has
     limits_gib: str = ""  # of single devices, by global id: "3:9.5,5:8"
     reserve_gib: float = 0.25  # left free on every device
+    offload: str = "checked"  # saved tensors on the host: checked (if gradients come out right here) | assumed | never
+    host_limit_gib: float = 0.0  # of the host's memory, for each device; 0: what its kind of machine has
+    plan_cache: bool = True  # keep peaks of compiled steps in the user's cache folder, so that a plan asked for again is quick
     save_hlo: bool = False  # write the compiled step's text to WORKDIR/train_step.hlo.txt
 
 

@@ -7,10 +7,10 @@ import os
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from configs.schema import Config, InputError
 from device_kinds import DeviceKind, device_kind
+from parallel.agree import gathered_bytes
 from parallel.sharding import sharding
 
 GIB = 2**30
@@ -107,10 +107,8 @@ def _gathered(own: list[Limit]) -> tuple[Limit, ...]:
     if jax.process_count() == 1:
         return tuple(own)
     rows = [dataclasses.astuple(limit) for limit in own if limit.process == jax.process_index()]
-    # Bytes do not fit into the int32 that JAX makes of them: GiB and the rest are sent apart.
-    rows = [(i, p, limit // GIB, limit % GIB, used // GIB, used % GIB) for i, p, limit, used in rows]
-    everyone = multihost_utils.process_allgather(np.array(rows, np.int32)).reshape(-1, 6)
-    return tuple(Limit(int(i), int(p), int(a) * GIB + int(b), int(c) * GIB + int(d)) for i, p, a, b, c, d in everyone)
+    everyone = gathered_bytes(np.array(rows).ravel()).reshape(-1, 4)
+    return tuple(Limit(*map(int, row)) for row in everyone)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +120,7 @@ class Parts:
     gradient_bytes: int
     batch_bytes: int  # of the step's own batch
     loss_bytes: int  # logits of a chunk and their gradient, in float32
-    block_params_bytes: int  # of params_bytes, those of the blocks
+    block_gradient_bytes: int  # of gradient_bytes, those of the blocks, of one microbatch
     beside_bytes: int  # batches prepared ahead: on the device, but no part of the step
 
     @property
@@ -147,7 +145,10 @@ def count_parts(program) -> Parts:
     config, state = program.config, program.abstract_state
     params = bytes_on_a_device(state.params)
     gradient_size = jax.numpy.dtype(config.loss.gradient_dtype).itemsize
-    numbers = sum(math.prod(p.sharding.shard_shape(p.shape)) for p in jax.tree.leaves(state.params))
+
+    def gradients(params):
+        return gradient_size * sum(math.prod(p.sharding.shard_shape(p.shape)) for p in jax.tree.leaves(params))
+
     batch = bytes_on_a_device(program.abstract_batch())
     logits = sharding(program.mesh, config.rules, "batch", None, "vocab")
     rows, chunk = program.abstract_batch()["inputs"].shape[1], min(config.loss.chunk_length, config.context_length)
@@ -155,9 +156,9 @@ def count_parts(program) -> Parts:
     return Parts(
         params_bytes=params,
         optimizer_bytes=bytes_on_a_device(state.opt_state),
-        gradient_bytes=numbers * gradient_size * (2 if config.gradient_accumulation > 1 else 1),
+        gradient_bytes=gradients(state.params) * (2 if config.gradient_accumulation > 1 else 1),
         batch_bytes=batch,
         loss_bytes=2 * math.prod(logits.shard_shape(shape)) * 4,
-        block_params_bytes=bytes_on_a_device(state.params["block"]),
+        block_gradient_bytes=gradients(state.params["block"]),
         beside_bytes=batch * (1 + config.data.prefetch_batches),
     )

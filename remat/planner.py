@@ -6,28 +6,23 @@ step down or up, at most `MAX_COMPILES` times.
 """
 
 import dataclasses
-import re
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 
 from configs.schema import Config, InputError
 from device_kinds import DeviceKind, device_kind
 from model.stack import Segment
 from remat.graph import BlockGraph, Need, subsets, trace_block
-from remat.ledger import GIB, Limits, Parts, count_parts, find_limits
+from remat.ledger import GIB, Limits, Parts, bytes_on_a_device, count_parts, find_limits
+from remat.measure import Compiler, Records
+from remat.memory_model import MemoryModel
 from remat.solve import Mix, best_mix, pareto_front
 
 MAX_COMPILES = 4
 # Where the device is in no table, as the CPU: only ratios matter, and these are those of a usual accelerator.
 NOMINAL = DeviceKind(200e12, 16 * GIB, 1e12, 200e9, 8e9)
-# A saved tensor is held by every layer, but no longer made again by the layer whose backward pass runs; of the
-# second, about this share is seen in compiled programs (docs/planning.md).
-RELIEF = 0.5
-# A second segment costs copies of the blocks' parameters: this many of them, in float32, split as they are.
-SECOND_SEGMENT = 1.15
 
 
 @dataclasses.dataclass
@@ -47,7 +42,8 @@ class Plan:
     next_better: dict[str, float] | None = None
     front: list[Need] = dataclasses.field(default_factory=list)
     rejected: list[dict[str, str]] = dataclasses.field(default_factory=list)
-    tried: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    tried: list["Tried"] = dataclasses.field(default_factory=list)
+    beside_step: dict[str, int] = dataclasses.field(default_factory=dict)  # peaks of what runs between steps
 
     @property
     def verified(self) -> bool:
@@ -56,41 +52,27 @@ class Plan:
         return peak is not None and peak + self.parts.beside_bytes <= self.limits.budget
 
 
-def peak_bytes(compiled, platform: str) -> int:
-    """The peak of a compiled program's memory on one device, arguments included.
+@dataclasses.dataclass(frozen=True)
+class Tried:
+    """A plan that was compiled (or whose peak was on record), in bytes a device."""
 
-    On TPU the compiler's own peak: programs whose arguments and temporaries sum up to more than the chip has do
-    compile while that fits. Elsewhere that figure is the sum (GPU) or leaves the temporaries out (CPU): the sum is taken.
-    """
-    stats = compiled.memory_analysis()
-    if platform == "tpu":
-        return int(stats.peak_memory_in_bytes)
-    sizes = stats.argument_size_in_bytes, stats.output_size_in_bytes, -stats.alias_size_in_bytes, stats.temp_size_in_bytes
-    return int(sum(sizes))
+    mix: Mix
+    segments: tuple[Segment, ...]
+    predicted_bytes: int
+    compiled_bytes: int
 
 
-class _Model:
-    """Bytes that a mix of policies needs: counted parts, saved activations, and what compiled programs have shown."""
-
-    def __init__(self, front: list[Need], num_layers: int, parts: Parts):
-        self._saved = np.array([need.saved_bytes for need in front], float)
-        self._layers, self._parts, self.offset = num_layers, parts, 0.0
-
-    def __call__(self, first, second, n):
-        saved = (self._layers - n) * self._saved[first] + n * self._saved[second]
-        richest = np.where(n > 0, self._saved[second], self._saved[first])
-        second_segment = SECOND_SEGMENT * self._parts.block_params_bytes * ((n > 0) & (n < self._layers))
-        return self._parts.fixed_bytes + saved - RELIEF * richest + second_segment + self.offset
-
-
-def decide(make_program: Callable[..., Any], say: Callable[[str], None] = lambda _: None) -> tuple[Plan, Any, Any]:
-    """Decides what blocks save, compiles the train step and proves that it fits.
+def decide(
+    make_program: Callable[..., Any], say: Callable[[str], None] = lambda _: None, compiler: Compiler | None = None
+) -> tuple[Plan, Any, Compiler]:
+    """Decides what blocks save, and proves that it fits by what the train step compiles to.
 
     Args:
       make_program: a `program.Program` for the config's own plan, or for the segments that it is given.
       say: is told what is being compiled, and what came of it.
+      compiler: of the programs; by default one that goes by what the user's earlier plans have shown.
     Returns:
-      The plan, the program under it and its compiled train step.
+      The plan, the program under it, and the compiler, which has the train step or makes it: `compiler.compiled(program)`.
     Raises:
       InputError: the plan of the config, or for 'auto' every plan, needs more memory than the tightest device has.
     """
@@ -98,17 +80,31 @@ def decide(make_program: Callable[..., Any], say: Callable[[str], None] = lambda
     devices = list(program.mesh.devices.flat)
     graph = trace_block(program, device_kind(devices[0].device_kind) or NOMINAL)
     limits = find_limits(program.config, devices)
+    compiler = compiler or Compiler(limits.platform, Records.of(program.config))
     if program.config.remat.plan == "auto":
-        return _decide_auto(make_program, program, graph, limits, say)
-    return _check_given(program, graph, limits)
+        plan, program = _decide_auto(make_program, program, graph, limits, compiler, say)
+    else:
+        plan = _check_given(program, graph, limits, compiler)
+    plan.beside_step = check_beside_step(program, plan.parts, limits, compiler)
+    return plan, program, compiler
 
 
-def _check_given(program, graph: BlockGraph, limits: Limits) -> tuple[Plan, Any, Any]:
+def decide_and_compile(make_program: Callable[..., Any], say: Callable[[str], None] = lambda _: None) -> tuple[Plan, Any, Any]:
+    """As `decide`; returns the plan, the program and the compiled train step, whose peak is proved, not on record only."""
+    plan, program, compiler = decide(make_program, say)
+    step = compiler.compiled(program)
+    if compiler.peak(program) != plan.compiled_peak_bytes:  # the record is of another compiler, whatever it says
+        plan, program, compiler = decide(make_program, say, Compiler(plan.limits.platform))
+        step = compiler.compiled(program)
+    return dataclasses.replace(plan, num_compiles=compiler.num_compiles), program, step
+
+
+def _check_given(program, graph: BlockGraph, limits: Limits, compiler: Compiler) -> Plan:
     """The config's own plan, compiled and held against the budget."""
     if program.segments[0].save is not None:
         check_plan(graph, program.segments)
     parts = count_parts(program)
-    compiled, peak = _compile(program, limits.platform)
+    peak = compiler.peak(program)
     if peak + parts.beside_bytes > limits.budget:
         raise InputError(
             f"config.remat.plan={program.config.remat.plan} needs {(peak + parts.beside_bytes) / GIB:.2f} GiB on each device, "
@@ -117,18 +113,17 @@ def _check_given(program, graph: BlockGraph, limits: Limits) -> tuple[Plan, Any,
         )
     none = any(s.save is None for s in program.segments)
     needs = [] if none else [(s.num_layers, graph.need(frozenset(s.save))) for s in program.segments]
-    plan = Plan(
+    return Plan(
         segments=program.segments,
         parts=parts,
         limits=limits,
         saved_bytes=sum(n * need.saved_bytes for n, need in needs),
         compiled_peak_bytes=peak,
-        num_compiles=1,
+        num_compiles=compiler.num_compiles,
         model_flops=program.model_flops,
         recompute_flops=sum(n * need.flops for n, need in needs) * _times(program),
         recompute_seconds=sum(n * need.seconds for n, need in needs) * program.config.gradient_accumulation,
     )
-    return plan, program, compiled
 
 
 def _times(program) -> int:
@@ -136,50 +131,83 @@ def _times(program) -> int:
     return program.mesh.size * program.config.gradient_accumulation
 
 
-def _decide_auto(make_program, program, graph: BlockGraph, limits: Limits, say: Callable[[str], None]) -> tuple[Plan, Any, Any]:
+def _decide_auto(make_program, program, graph: BlockGraph, limits: Limits, compiler: Compiler, say) -> tuple[Plan, Any]:
     """Picks, compiles, corrects the model, and again, until the pick is the one that was compiled last."""
     config, layers = program.config, program.config.model.num_layers
     front = pareto_front([graph.need(names) for names in subsets(graph.useful_names)])
     parts = count_parts(program)
-    model = _Model(front, layers, parts)
+    model = MemoryModel(front, layers, parts)
     room = limits.budget - parts.beside_bytes
-    tried: dict[tuple, tuple[Mix, float, int, Any, Any]] = {}
+    tried: dict[tuple[Segment, ...], Tried] = {}
     while len(tried) < MAX_COMPILES:
         mix = best_mix(front, layers, model, room)
-        if mix is None or (len(tried) == MAX_COMPILES - 1 and not any(t[2] <= room for t in tried.values())):
+        if mix is None or (len(tried) == MAX_COMPILES - 1 and not any(t.compiled_bytes <= room for t in tried.values())):
             mix = Mix(front[0], front[0], 0, layers)  # the least there is: if that does not fit, nothing does
         segments = mix.segments(graph.names)
         if segments in tried:
             break
-        index = [front.index(mix.first)], [front.index(mix.second)], np.array([mix.num_second])
-        predicted = float(model(*index)[0])
-        program = make_program(segments)
+        predicted = float(model([front.index(mix.first)], [front.index(mix.second)], np.array([mix.num_second]))[0])
         say(f"compile {len(tried) + 1} of at most {MAX_COMPILES}: {describe(segments)}; predicted {predicted / GIB:.3f} GiB")
-        compiled, peak = _compile(program, limits.platform)
-        tried[segments] = mix, predicted, peak, program, compiled
+        peak = compiler.peak(make_program(segments))
+        tried[segments] = Tried(mix, segments, round(predicted), peak)
         say(f"  compiled peak {peak / GIB:.3f} GiB, {'fits' if peak <= room else 'too much for'} {room / GIB:.3f} GiB")
         model.offset += peak - predicted
-    fitting = [t for t in tried.values() if t[2] <= room]
-    if not fitting:
-        raise InputError(_nothing_fits(config, limits, parts.beside_bytes + min(t[2] for t in tried.values())))
-    mix, predicted, peak, program, compiled = min(fitting, key=lambda t: t[0].seconds)
+    chosen = _choose(list(tried.values()), room)
+    if chosen is None:
+        least = min(t.compiled_bytes for t in tried.values())
+        raise InputError(_nothing_fits(config, limits, parts.beside_bytes + least))
+    mix = chosen.mix
     plan = Plan(
-        segments=mix.segments(graph.names),
+        segments=chosen.segments,
         parts=parts,
         limits=limits,
         saved_bytes=mix.saved_bytes,
-        predicted_peak_bytes=round(predicted),
-        compiled_peak_bytes=peak,
-        num_compiles=len(tried),
+        predicted_peak_bytes=chosen.predicted_bytes,
+        compiled_peak_bytes=chosen.compiled_bytes,
+        num_compiles=compiler.num_compiles,
         model_flops=program.model_flops,
         recompute_flops=mix.flops * _times(program),
         recompute_seconds=mix.seconds * config.gradient_accumulation,
         next_better=_next_better(front, layers, model, room, mix),
         front=front,
         rejected=_rejected(graph, mix),
-        tried=[{"segments": s, "predicted_bytes": round(t[1]), "compiled_bytes": t[2]} for s, t in tried.items()],
+        tried=list(tried.values()),
     )
-    return plan, program, compiled
+    return plan, make_program(chosen.segments)
+
+
+def _choose(tried: list[Tried], room: float) -> Tried | None:
+    """Of those that fit the one with the least recompute; at equal memory the one that promises less, see `same_memory`."""
+    fitting = [t for t in tried if t.compiled_bytes <= room]
+    vain = {richer.segments for _, richer in same_memory(tried)}
+    return min((t for t in fitting if t.segments not in vain), key=lambda t: t.mix.seconds, default=None)
+
+
+def same_memory(tried: list[Tried]) -> list[tuple[Tried, Tried]]:
+    """Pairs that compile to the same memory to the byte although the second saves more: that it does was in vain."""
+    pairs = [(a, b) for a in tried for b in tried if a.mix.saved_bytes < b.mix.saved_bytes]
+    return [(a, b) for a, b in pairs if a.compiled_bytes == b.compiled_bytes]
+
+
+def check_beside_step(program, parts: Parts, limits: Limits, compiler: Compiler) -> dict[str, int]:
+    """Bytes on a device at the peak of what runs before and between train steps.
+
+    Raises InputError for one that needs more than the tightest device has.
+    """
+    state = parts.params_bytes + parts.optimizer_bytes
+    prefetch = 1 + program.config.data.prefetch_batches
+    evaluation = compiler.peak(program, "evaluation_step") + parts.optimizer_bytes
+    evaluation += prefetch * bytes_on_a_device(program.abstract_evaluation_batch()) + parts.beside_bytes
+    peaks = {"initialisation": compiler.peak(program, "init_program"), "restore": state, "evaluation": evaluation}
+    for what, peak in peaks.items():
+        if peak > limits.budget:
+            help_ = "config.evaluation.batch_size" if what == "evaluation" else "more devices on config.mesh.fsdp or tensor"
+            raise InputError(
+                f"The train step fits, but {what} needs {peak / GIB:.2f} GiB on each device, and device {limits.binding.id} has "
+                f"{limits.budget / GIB:.2f} GiB for it: {(peak - limits.budget) / GIB:.2f} GiB are missing. What would help: "
+                f"{help_}."
+            )
+    return peaks
 
 
 def describe(segments: tuple[Segment, ...]) -> str:
@@ -191,25 +219,7 @@ def describe(segments: tuple[Segment, ...]) -> str:
     return "; ".join(f"layers {s.first_layer} to {s.first_layer + s.num_layers - 1} save {saved(s)}" for s in segments)
 
 
-def _compile(program, platform: str) -> tuple[Any, int]:
-    """The compiled train step and its peak; no step, but the peak, where the compiler refuses it for its memory."""
-    try:
-        compiled = program.compile_train_step()
-    except jax.errors.JaxRuntimeError as error:
-        needed = out_of_memory_bytes(str(error))
-        if needed is None:
-            raise
-        return None, needed
-    return compiled, peak_bytes(compiled, platform)
-
-
-def out_of_memory_bytes(message: str) -> int | None:
-    """What a program would have needed, from the message with which the TPU compiler refuses it; None for another one."""
-    match = re.search(r"Used ([\d.]+)([KMGT]) of", message) or re.search(r"\(([\d.]+)([KMGT])\) exceeds", message)
-    return int(float(match[1]) * {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}[match[2]]) if match else None
-
-
-def _next_better(front: list[Need], layers: int, model: _Model, budget: float, mix: Mix) -> dict[str, float] | None:
+def _next_better(front: list[Need], layers: int, model: MemoryModel, budget: float, mix: Mix) -> dict[str, float] | None:
     """What one more GiB would buy, or the least beyond it that buys anything."""
     if mix.seconds <= min(need.seconds for need in front) * layers * (1 + 1e-9):
         return None

@@ -1,18 +1,19 @@
 """A plan for people and for other tools: `plan.json`, a table, a picture."""
 
-import importlib.metadata
 import io
 import json
 import pathlib
+from collections.abc import Callable
+from typing import Any
 
-import jax
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from device_kinds import device_kind
 from remat.ledger import GIB
-from remat.planner import NOMINAL, Plan, describe
+from remat.measure import compiler_flags, fingerprint, versions
+from remat.planner import NOMINAL, Plan, describe, same_memory
 
 
 def ledger(plan: Plan) -> list[dict[str, int]]:
@@ -45,18 +46,14 @@ def as_json(plan: Plan, program, topology: str) -> dict:
     mesh, names = program.mesh, [r["name"] for r in plan.rejected]
     device = mesh.devices.flat[0]
     every = dict.fromkeys([*(n for s in plan.segments for n in s.save or ()), *names])
-    versions = {"jax": jax.__version__, "jaxlib": jax.lib.__version__}
-    for package in ("flax", "libtpu"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = ""
     return {
         "topology": topology,
         "device_kind": device.device_kind,
         "num_devices": mesh.size,
         "num_processes": len({d.process_index for d in mesh.devices.flat}),
-        "versions": versions,
+        "versions": versions(),
+        "compiler_flags": compiler_flags(),
+        "fingerprint": fingerprint(program),
         "devices": ledger(plan),
         "binding_device": plan.limits.binding.id,
         "segments": [
@@ -78,9 +75,16 @@ def as_json(plan: Plan, program, topology: str) -> dict:
         "modelled_step_seconds": step_seconds(plan, program),
         "next_better": plan.next_better,
         "rejected": plan.rejected,
+        "peaks_beside_the_step": plan.beside_step,
         "tried": [
-            {**t, "segments": [{"num_layers": s.num_layers, "save": list(s.save)} for s in t["segments"]]} for t in plan.tried
+            {
+                "segments": [{"num_layers": s.num_layers, "save": list(s.save or ())} for s in t.segments],
+                "predicted_bytes": t.predicted_bytes,
+                "compiled_bytes": t.compiled_bytes,
+            }
+            for t in plan.tried
         ],
+        "same_memory": [[describe(t.segments) for t in pair] for pair in same_memory(plan.tried)],
     }
 
 
@@ -90,12 +94,12 @@ def step_seconds(plan: Plan, program) -> float:
     return plan.model_flops / program.mesh.size / kind.peak_flops + plan.recompute_seconds
 
 
-def write(plan: Plan, program, compiled, topology: str, workdir: pathlib.Path) -> None:
-    """Writes WORKDIR/plan.json, and where `memory.save_hlo` asks for it the compiled step's text."""
+def write(plan: Plan, program, compiled: Callable[[], Any], topology: str, workdir: pathlib.Path) -> None:
+    """Writes WORKDIR/plan.json, and where `memory.save_hlo` asks for it the text of the step that `compiled()` gives."""
     workdir.mkdir(parents=True, exist_ok=True)
     (workdir / "plan.json").write_text(json.dumps(as_json(plan, program, topology), indent=2) + "\n")
     if program.config.memory.save_hlo:
-        (workdir / "train_step.hlo.txt").write_text(compiled.as_text())
+        (workdir / "train_step.hlo.txt").write_text(compiled().as_text())
 
 
 def summary(plan: Plan) -> str:

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import sys
+import tempfile
 
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -10,6 +11,8 @@ sys.path.insert(0, str(ROOT))
 os.environ["JAX_PLATFORMS"] = "cpu"  # for the processes that tests start, too
 # Simulated devices wait for each other; on a busy machine one may be late, and XLA would end the process after 40 s.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_collective_call_terminate_timeout_seconds=600"
+
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()  # no test finds a plan of the last run
 
 import jax  # noqa: E402
 

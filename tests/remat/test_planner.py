@@ -15,7 +15,8 @@ from parallel.mesh import make_mesh
 from program import Program
 from remat import ledger, planner, topologies
 from remat.ledger import GIB, find_limits, parse_limits
-from remat.planner import decide, out_of_memory_bytes, peak_bytes
+from remat.measure import Compiler, out_of_memory_bytes, peak_bytes
+from remat.planner import decide
 from remat.report import as_json, table
 from remat.topologies import absent_devices
 from tests import tiny
@@ -35,7 +36,8 @@ def _mesh():
 
 @functools.cache
 def _decide(plan="auto", **memory):
-    return decide(functools.partial(Program, _config(plan, **memory), _mesh()))
+    plan, program, compiler = decide(functools.partial(Program, _config(plan, **memory), _mesh()), compiler=Compiler("cpu"))
+    return plan, program, compiler.compiled(program)
 
 
 def _total(plan):
@@ -238,7 +240,7 @@ def test_a_wrong_model_is_corrected_by_what_was_compiled(ends, monkeypatch):
 
     monkeypatch.setattr(planner, "count_parts", too_little)
     config = _config(limit_gib=(low + 0.5 * (high - low)) / GIB)
-    plan, _, _ = decide(functools.partial(Program, config, _mesh()))
+    plan, _, _ = decide(functools.partial(Program, config, _mesh()), compiler=Compiler("cpu"))
     assert plan.verified and 1 < plan.num_compiles <= 4
     assert np.isfinite(plan.recompute_seconds) and plan.recompute_seconds <= _decide("full")[0].recompute_seconds
 
