@@ -104,11 +104,12 @@ class Steps:
         return self.measure(self.make((Segment(0, self.config.model.num_layers, names),)))
 
 
-class KeptCompiler:
-    """A planner's compiler that asks `Steps`: what is compiled for one limit is not compiled again for the next."""
+class KeptCompiler(measure.Compiler):
+    """One that asks `Steps`: what is compiled for one limit is not compiled again for the next."""
 
     def __init__(self, steps: Steps):
-        self._steps, self._asked, self.num_compiles = steps, set(), 0
+        super().__init__(steps.platform)
+        self._steps, self._asked = steps, set()  # type: ignore[var-annotated]
 
     def peak(self, program: Program, what: str = "train_step") -> int:
         if what != "train_step":  # not what is measured here
@@ -144,6 +145,7 @@ def run_group(name: str, group: Group, workdir: pathlib.Path) -> dict:
     program = steps.make()
     beside = count_parts(program).beside_bytes
     kind = device_kind(steps.mesh.devices.flat[0].device_kind)
+    assert kind
     recompute = Recompute(steps, trace_block(program, kind))
     presets = {}
     for preset, names in PRESETS.items():
@@ -177,7 +179,7 @@ def run_cell(steps: Steps, recompute: Recompute, presets: dict, limit: float, be
     best = min(fitting, key=fitting.__getitem__)
     tried = {t.segments: t for t in plan.tried}
     chosen = tried.pop(plan.segments)
-    model = MemoryModel(plan.front, config.model.num_layers, plan.parts)
+    model = MemoryModel(plan.front, config.model.num_layers, plan.parts, min_segment=0)
 
     def formula(t):
         return float(model([plan.front.index(t.mix.first)], [plan.front.index(t.mix.second)], np.array([t.mix.num_second]))[0])
@@ -201,7 +203,7 @@ def run_cell(steps: Steps, recompute: Recompute, presets: dict, limit: float, be
         "seconds": plan.recompute_seconds,
         "bound_seconds": _fractional_bound(plan, model, limit - beside, peak - formula(chosen)),
         "layer_seconds": max(n.seconds for n in plan.front) - min(n.seconds for n in plan.front),
-        "richer_exists": len(plan.segments) > 1 or set(plan.segments[0].save) != set(PRESETS["minimal_with_context"]),
+        "richer_exists": len(plan.segments) > 1 or set(plan.segments[0].save or ()) != set(PRESETS["minimal_with_context"]),
         "segments": describe(plan.segments),
     }
 
@@ -213,11 +215,11 @@ def _as_tried(mix: Mix) -> Tried:
 def _fractional_bound(plan: Plan, model: MemoryModel, room: float, offset: float) -> float:
     """The least recompute, in modelled seconds, if layers could be cut into fiftieths: every pair, every share."""
     model.offset = offset
-    layers, count = plan.front and plan.segments[-1].first_layer + plan.segments[-1].num_layers, len(plan.front)
+    layers, count = plan.segments[-1].first_layer + plan.segments[-1].num_layers, len(plan.front)
     seconds = np.array([need.seconds for need in plan.front])
     first, second = (a.ravel() for a in np.meshgrid(np.arange(count), np.arange(count), indexing="ij"))
     best = np.inf
-    for n in np.arange(0, layers + 0.01, 0.02):
+    for n in np.arange(0, layers, 0.02):
         fits = model(first, second, np.full(len(first), n)) <= room
         total = np.where(fits, (layers - n) * seconds[first] + n * seconds[second], np.inf)
         best = min(best, float(total.min()))

@@ -10,6 +10,13 @@ import math
 import re
 
 
+def _find(pattern: str, text: str) -> str:
+    """What the group of a pattern matches first. Raises ValueError if nothing does."""
+    if found := re.search(pattern, text):
+        return found[1]
+    raise ValueError(f"hlo_flops: no {pattern} in {text[:200]}")
+
+
 @dataclasses.dataclass
 class Instruction:
     name: str
@@ -20,7 +27,7 @@ class Instruction:
 
     @property
     def shape(self) -> list[int]:
-        return [int(d) for d in re.match(r"\w+\[([\d,]*)\]", self.type)[1].split(",") if d]
+        return [int(d) for d in _find(r"^\w+\[([\d,]*)\]", self.type).split(",") if d]
 
 
 class Program:
@@ -74,20 +81,20 @@ class Program:
         """How often a loop turns. Raises ValueError if its counter cannot be read."""
         if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.text):
             return int(known[1])
-        condition, body = (re.search(rf"{k}=%?([\w.\-]+)", loop.text)[1] for k in ("condition", "body"))
+        condition, body = (_find(rf"{k}=%?([\w.\-]+)", loop.text) for k in ("condition", "body"))
         compare = self.roots[condition]
         inside = self.computations[condition]
         if compare.op == "fusion":  # the comparison is a computation of its own
-            called = re.search(r"calls=%?([\w.\-]+)", compare.text)[1]
+            called = _find(r"calls=%?([\w.\-]+)", compare.text)
             outer, compare = compare, self.roots[called]
-            parameters = {i.name: int(re.search(r"parameter\((\d+)", i.text)[1]) for i in self.computations[called].values()
+            parameters = {i.name: int(_find(r"parameter\((\d+)", i.text)) for i in self.computations[called].values()
                           if i.op == "parameter"}  # fmt: skip
             values = [inside[outer.operands[parameters[o]]] if o in parameters else self.computations[called][o]
                       for o in compare.operands]  # fmt: skip
         else:
             values = [inside[o] for o in compare.operands]
         counter = next(v for v in values if v.op == "get-tuple-element")
-        place = int(re.search(r"index=(\d+)", counter.text)[1])
+        place = int(_find(r"index=(\d+)", counter.text))
         limit = next((c for v in values if v is not counter and (c := self._constant(where, loop, v)) is not None), None)
         start = self._constant(where, loop, counter)
         step = self._step(body, place)
@@ -98,7 +105,7 @@ class Program:
     def _constant(self, where: str, loop: Instruction, value: Instruction) -> int | None:
         """A number, or an entry of what the loop starts from that is one."""
         if value.op == "get-tuple-element":
-            place = int(re.search(r"index=(\d+)", value.text)[1])
+            place = int(_find(r"index=(\d+)", value.text))
             start = self.computations[where][loop.operands[0]]
             if start.op != "tuple":
                 return None
@@ -115,7 +122,7 @@ class Program:
         while value.op in ("copy", "bitcast"):
             value = inside[value.operands[0]]
         if value.op == "fusion":
-            called = re.search(r"calls=%?([\w.\-]+)", value.text)[1]
+            called = _find(r"calls=%?([\w.\-]+)", value.text)
             value, inside = self.roots[called], self.computations[called] | inside
         if value.op != "add":
             return None
@@ -168,15 +175,15 @@ def kernel_calls(text: str, pattern: str) -> float:
 
 def _dot_flops(instruction: Instruction, inside: dict[str, Instruction]) -> float:
     left = inside[instruction.operands[0]].shape
-    summed = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.text)[1]
+    summed = _find(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.text)
     return 2.0 * math.prod(instruction.shape) * math.prod(left[int(d)] for d in summed.split(",") if d)
 
 
 def _convolution_flops(instruction: Instruction, inside: dict[str, Instruction]) -> float:
     """TPU compilers write products as convolutions; what the window meets in the padding is no work."""
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.text)
+    labels = re.findall(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.text)[0]
     left, right, out = (dict(zip(label, shape, strict=True)) for label, shape in
-                        zip(labels.groups(), (inside[instruction.operands[0]].shape, inside[instruction.operands[1]].shape,
+                        zip(labels, (inside[instruction.operands[0]].shape, inside[instruction.operands[1]].shape,
                                               instruction.shape), strict=True))  # fmt: skip
     window = re.search(r"window=\{([^}]*)\}", instruction.text)
     attributes = dict(a.split("=") for a in window[1].split(" ")) if window else {}

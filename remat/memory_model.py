@@ -21,13 +21,15 @@ class MemoryModel:
     on top of state, batch and loss, where g are a layer's gradients and the relief is what the layer at work need
     not make again.
 
+    Args:
+      min_segment: layers that a segment has at least, where there are two; fewer take an infinity here.
     Attributes:
       offset: what compiled programs have shown beyond the formula.
     """
 
-    def __init__(self, front: list[Need], num_layers: int, parts: Parts):
+    def __init__(self, front: list[Need], num_layers: int, parts: Parts, min_segment: int = 1):
         self._saved = np.array([need.saved_bytes for need in front], float)
-        self._layers, self.offset = num_layers, 0.0
+        self._layers, self._min_segment, self.offset = num_layers, min_segment, 0.0
         self._gradients = parts.block_gradient_bytes / num_layers
         self._fixed = parts.fixed_bytes - parts.block_gradient_bytes
 
@@ -37,4 +39,5 @@ class MemoryModel:
         entering_second = (self._layers - n) * a + n * (b + self._gradients) - RELIEF * b
         entering_first = (self._layers - n) * a + self._layers * self._gradients - RELIEF * a
         peak = np.where(n > 0, np.maximum(entering_first, entering_second), entering_first)
-        return self._fixed + peak + self.offset
+        too_short = (n > 0) & (np.minimum(n, self._layers - n) < self._min_segment)
+        return np.where(too_short, np.inf, self._fixed + peak + self.offset)

@@ -21,6 +21,8 @@ from remat.memory_model import MemoryModel
 from remat.solve import Mix, best_mix, pareto_front
 
 MAX_COMPILES = 4
+# The compiler unrolls a loop of one turn, and on TPU that took far more memory than a loop (docs/planning.md).
+MIN_SEGMENT = {"tpu": 2}
 # Where the device is in no table, as the CPU: only ratios matter, and these are those of a usual accelerator.
 NOMINAL = DeviceKind(200e12, 16 * GIB, 1e12, 200e9, 8e9)
 
@@ -136,7 +138,7 @@ def _decide_auto(make_program, program, graph: BlockGraph, limits: Limits, compi
     config, layers = program.config, program.config.model.num_layers
     front = pareto_front([graph.need(names) for names in subsets(graph.useful_names)])
     parts = count_parts(program)
-    model = MemoryModel(front, layers, parts)
+    model = MemoryModel(front, layers, parts, MIN_SEGMENT.get(limits.platform, 1))
     room = limits.budget - parts.beside_bytes
     tried: dict[tuple[Segment, ...], Tried] = {}
     while len(tried) < MAX_COMPILES:
@@ -203,9 +205,9 @@ def check_beside_step(program, parts: Parts, limits: Limits, compiler: Compiler)
         if peak > limits.budget:
             help_ = "config.evaluation.batch_size" if what == "evaluation" else "more devices on config.mesh.fsdp or tensor"
             raise InputError(
-                f"The train step fits, but {what} needs {peak / GIB:.2f} GiB on each device, and device {limits.binding.id} has "
-                f"{limits.budget / GIB:.2f} GiB for it: {(peak - limits.budget) / GIB:.2f} GiB are missing. What would help: "
-                f"{help_}."
+                f"The train step fits, but {what} needs {peak / GIB:.2f} GiB on each device, and device "
+                f"{limits.binding.id} has {limits.budget / GIB:.2f} GiB for it: {(peak - limits.budget) / GIB:.2f} GiB are "
+                f"missing. What would help: {help_}."
             )
     return peaks
 
