@@ -24,27 +24,26 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import numpy as np
 
 from bench.hlo_flops import kernel_calls, matmul_flops
-from configs import decoder_125m, decoder_750m
+from configs import decoder_8b, decoder_125m, decoder_750m
 from configs.schema import Config, Mesh
 from device_kinds import device_kind
 from model.stack import Segment
 from parallel.mesh import make_mesh
 from program import Program
 from remat import measure
-from remat.graph import trace_block
+from remat.block import trace_block
 from remat.ledger import GIB, count_parts
-from remat.memory_model import MemoryModel
+from remat.memory_model import MemoryModel, work_bytes
 from remat.planner import Plan, Tried, decide, describe
 from remat.solve import Mix
 from remat.topologies import absent_devices
-
-LIMITS_PER_GROUP = 7
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
     config: Config
     topology: str
+    num_limits: int
 
 
 def groups() -> dict[str, Group]:
@@ -52,10 +51,11 @@ def groups() -> dict[str, Group]:
     small = decoder_125m.get_config()
     small = dataclasses.replace(small, global_batch_size=128, mesh=Mesh(data=2, fsdp=2))
     return {
-        "750m-v5e": Group(decoder_750m.get_config(), "v5e:2x4"),
-        "125m-v6e": Group(small, "v6e:2x2"),
-        "750m-v5p": Group(dataclasses.replace(decoder_750m.get_config(), mesh=Mesh(fsdp=4, tensor=2)), "v5p:2x2x2"),
-        "750m-h100": Group(decoder_750m.get_config(), "h100:8"),
+        "750m-v5e": Group(decoder_750m.get_config(), "v5e:2x4", 4),
+        "125m-v6e": Group(small, "v6e:2x2", 4),
+        "750m-v5p": Group(dataclasses.replace(decoder_750m.get_config(), mesh=Mesh(fsdp=4, tensor=2)), "v5p:2x2x2", 4),
+        "750m-h100": Group(decoder_750m.get_config(), "h100:8", 7),
+        "8b-h100": Group(decoder_8b.get_config(), "h100:8x8", 7),
     }
 
 
@@ -82,6 +82,12 @@ class Steps:
         self.mesh = make_mesh(group.config, absent_devices(group.topology))
         self.platform = self.mesh.devices.flat[0].platform
         self.make = functools.partial(Program, self.config, self.mesh)
+        program = self.make()
+        kind = device_kind(self.mesh.devices.flat[0].device_kind)
+        assert kind
+        self.graph = trace_block(program, kind)
+        self.work_bytes = work_bytes(program, self.graph)
+        self.beside_bytes = count_parts(program).beside_bytes
         folder.mkdir(parents=True, exist_ok=True)
 
     def measure(self, program: Program) -> tuple[pathlib.Path, int]:
@@ -122,9 +128,9 @@ class KeptCompiler(measure.Compiler):
 class Recompute:
     """FLOPs that a compiled step does over again, on one device: products, and the forward kernel of attention."""
 
-    def __init__(self, steps: Steps, graph):
-        everything = frozenset(graph.useful_names)
-        self._kernel_flops = graph.need(everything - {"attention"}).flops
+    def __init__(self, steps: Steps):
+        everything = frozenset(steps.graph.useful_names)
+        self._kernel_flops = steps.graph.need(everything - {"attention"}).flops
         self._layers = steps.config.model.num_layers
         self._least = matmul_flops(_text(steps.preset(PRESETS["minimal_with_context"])[0]))
 
@@ -142,11 +148,7 @@ def _text(path: pathlib.Path) -> str:
 def run_group(name: str, group: Group, workdir: pathlib.Path) -> dict:
     """All cells of a group, and its presets."""
     steps = Steps(group, workdir / name)
-    program = steps.make()
-    beside = count_parts(program).beside_bytes
-    kind = device_kind(steps.mesh.devices.flat[0].device_kind)
-    assert kind
-    recompute = Recompute(steps, trace_block(program, kind))
+    recompute, beside = Recompute(steps), steps.beside_bytes
     presets = {}
     for preset, names in PRESETS.items():
         path, peak = steps.preset(names)
@@ -157,8 +159,8 @@ def run_group(name: str, group: Group, workdir: pathlib.Path) -> dict:
         )
     low, high = (presets[p]["total_bytes"] for p in ("full", "minimal_with_context"))
     cells = []
-    for i in range(1, LIMITS_PER_GROUP + 1):
-        limit = low + (high - low) * i / (LIMITS_PER_GROUP + 1)
+    for i in range(1, group.num_limits + 1):
+        limit = low + (high - low) * i / (group.num_limits + 1)
         cells.append(run_cell(steps, recompute, presets, limit, beside) | {"group": name, "topology": group.topology})
         shown = {k: v for k, v in cells[-1].items() if k not in ("segments", "group", "topology")}
         print(
@@ -179,7 +181,7 @@ def run_cell(steps: Steps, recompute: Recompute, presets: dict, limit: float, be
     best = min(fitting, key=fitting.__getitem__)
     tried = {t.segments: t for t in plan.tried}
     chosen = tried.pop(plan.segments)
-    model = MemoryModel(plan.front, config.model.num_layers, plan.parts, min_segment=0)
+    model = MemoryModel(plan.front, config.model.num_layers, plan.parts, steps.work_bytes, min_segment=0)
 
     def formula(t):
         return float(model([plan.front.index(t.mix.first)], [plan.front.index(t.mix.second)], np.array([t.mix.num_second]))[0])

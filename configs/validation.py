@@ -66,8 +66,8 @@ def validate(config: Config) -> None:
     not_negative = (
         "seed model.logit_soft_cap model.sliding_window mesh.num_devices optimizer.warmup_steps optimizer.weight_decay "
         "optimizer.clip_norm loss.z_loss evaluation.every_steps evaluation.batch_size "
-        "checkpoint.keep_every_steps memory.limit_gib memory.reserve_gib sample.length sample.temperature "
-        "sample.top_k sample.seed"
+        "checkpoint.keep_every_steps memory.limit_gib memory.reserve_gib memory.host_limit_gib "
+        "sample.length sample.temperature sample.top_k sample.seed"
     )
     _require(config, positive, "greater than 0", lambda v: v > 0)
     _require(config, not_negative, "0 or greater", lambda v: v >= 0)
@@ -86,6 +86,7 @@ def validate(config: Config) -> None:
         ("model.attention_kernel", ATTENTION_KERNELS),
         ("optimizer.name", OPTIMIZERS),
         ("optimizer.schedule", SCHEDULES),
+        ("memory.offload", ("checked", "assumed", "never")),
     ]
     for names, allowed in choices:
         _require(config, names, f"one of {', '.join(allowed)}", lambda v, allowed=allowed: v in allowed)

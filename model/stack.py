@@ -13,14 +13,16 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """Consecutive layers under one policy: the names in `save` stay on the device, all else is recomputed.
+    """Consecutive layers under one policy.
 
+    The names in `save` stay on the device, those in `offload` wait in the host's memory, all else is recomputed.
     `save=None` takes the layers out of nn.checkpoint: every residual of the backward pass is kept.
     """
 
     first_layer: int
     num_layers: int
     save: tuple[str, ...] | None = ()
+    offload: tuple[str, ...] = ()
 
 
 def checkpointed(
@@ -150,6 +152,11 @@ def _call(block_class: type[nn.Module], segment: Segment, read: Callable | None)
     if segment.save is None:
         call = lambda block, *args: block(*args)  # noqa: E731
         return nn.map_variables(call, "params", trans_in_fn=read) if read else call
-    policy = jax.checkpoint_policies.save_only_these_names(*segment.save)
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=segment.save,
+        names_which_can_be_offloaded=segment.offload,
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
     # A loop of one trip is inlined by XLA, where common subexpressions would undo the recompute.
     return checkpointed(block_class, policy, prevent_cse=segment.num_layers == 1, read=read)

@@ -14,11 +14,7 @@ import itertools
 import math
 from collections.abc import Iterator
 
-import jax
-
 from device_kinds import DeviceKind
-from model.layers import Block
-from parallel.sharding import sharding
 from remat.specs import Spec, propagate
 from remat.trace import inner_jaxprs, matmul_flops
 
@@ -30,15 +26,18 @@ class Need:
     Attributes:
       saved: those that save something; a name whose tensor nobody asks for any more is not among them.
       saved_bytes: of theirs, and of the layer's input where it is still needed.
-      transient_bytes: of what is computed again and kept until the backward pass of the layer has used it.
+      offloaded, offloaded_bytes: those that wait on the host, and their bytes; not among the saved ones.
       flops, seconds: of what is computed again; FLOPs of matrix products, seconds modelled.
+      keeps_input: whether the layer's input is among the bytes that are kept.
     """
 
     saved: frozenset[str]
     saved_bytes: int
-    transient_bytes: int
     flops: float
     seconds: float
+    offloaded: frozenset[str] = frozenset()
+    offloaded_bytes: int = 0
+    keeps_input: bool = True
 
 
 @dataclasses.dataclass
@@ -167,6 +166,19 @@ class BlockGraph:
         found = self._names_of(self._expand(frozenset())[1])
         return [n for n in self.names if n in found and any(map(self._costs, self._local_of(n)))]
 
+    @functools.cached_property
+    def input_name(self) -> str | None:
+        """The name that the layer's input has inside the block."""
+        return next((n for n in self.names if not any(map(self._costs, self._local_of(n))) and self._is_input(n)), None)
+
+    def _is_input(self, name: str) -> bool:
+        return any(self._local(v)[2] and not self._local(v)[1] for v in self._local_of(name))
+
+    @functools.cached_property
+    def forward_seconds(self) -> float:
+        """Of one layer's forward pass; modelled."""
+        return sum(e.seconds for e in self._equations)
+
     def why_useless(self, name: str) -> str:
         """For a name that is not among the useful ones, the reason."""
         if name not in self._names_of(self._expand(frozenset())[1]):
@@ -177,14 +189,12 @@ class BlockGraph:
         """What the layer needs where `saved` is saved. Names substitute for one another: only this search can tell."""
         equations, named, carry = self._expand(saved)
         kept = [v for v in named if self._name(v) in saved]
-        transient = {v for v in self._residuals if v not in kept and v in self._producer and self._name(v) not in saved}
-        transient |= {v for v in named if self._name(v) not in saved}
         return Need(
             saved=frozenset(self._names_of(kept)),
             saved_bytes=sum(self._bytes[v] for v in kept) + (self._bytes[self._carry] if carry else 0),
-            transient_bytes=sum(self._bytes[v] for v in transient),
             flops=sum(self._equations[e].flops for e in equations),
             seconds=sum(self._equations[e].seconds for e in equations),
+            keeps_input=carry,
         )
 
     def _expand(self, saved: frozenset[str]) -> tuple[set[int], set[int], bool]:
@@ -258,40 +268,3 @@ def _kernel_flops(equation) -> float:
 def subsets(names: list[str]) -> Iterator[frozenset[str]]:
     """All sets of these names."""
     return (frozenset(c) for size in range(len(names) + 1) for c in itertools.combinations(names, size))
-
-
-def trace_block(program, kind: DeviceKind) -> BlockGraph:
-    """The graph of one block of a program, as a microbatch meets it on the program's mesh. Allocates nothing."""
-    c, sizes = program.config, dict(program.mesh.shape)
-    rows = c.global_batch_size // c.gradient_accumulation
-    block = Block(program.model.config, program.model.gradient_dtype)
-    stacked = program.abstract_state.params["block"]
-    params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), stacked)
-    x = jax.ShapeDtypeStruct((rows, c.context_length, c.model.embed_dim), c.model.compute_dtype)
-    ids = jax.ShapeDtypeStruct((rows, c.context_length), "int32")
-    layer = jax.ShapeDtypeStruct((), "int32")
-    key = jax.eval_shape(lambda: jax.random.key(0)) if c.model.dropout_rate else None
-
-    def run(params, x, layer, key, positions, segment_ids):
-        forward = lambda params, x: block.apply(  # noqa: E731
-            {"params": params}, x, layer, key, positions, segment_ids, deterministic=key is None
-        )
-        out, pullback = jax.vjp(forward, params, x)
-        return out, jax.tree.leaves(pullback)
-
-    with program.on_mesh():
-        jaxpr = jax.make_jaxpr(run)(params, x, layer, key, ids, ids)
-
-    def spec(array_sharding):
-        axes = tuple(array_sharding.spec)
-        return tuple((a,) if isinstance(a, str) else tuple(a or ()) for a in axes)
-
-    def padded(axes, rank):
-        return (*axes, *((),) * (rank - len(axes)))
-
-    of_params = [padded(spec(p.sharding)[1:], len(p.shape) - 1) for p in jax.tree.leaves(stacked)]
-    rules = c.rules
-    of_x = padded(spec(sharding(program.mesh, rules, "batch", "length", "embed")), 3)
-    of_ids = padded(spec(sharding(program.mesh, rules, "batch", "length")), 2)
-    specs = [*of_params, of_x, (), *([()] if key is not None else []), of_ids, of_ids]
-    return BlockGraph(jaxpr, specs, len(of_params), sizes, kind)

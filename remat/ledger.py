@@ -119,7 +119,7 @@ class Parts:
     optimizer_bytes: int
     gradient_bytes: int
     batch_bytes: int  # of the step's own batch
-    loss_bytes: int  # logits of a chunk and their gradient, in float32
+    loss_bytes: int  # logits of a chunk in float32, whose place their gradient takes
     block_gradient_bytes: int  # of gradient_bytes, those of the blocks, of one microbatch
     beside_bytes: int  # batches prepared ahead: on the device, but no part of the step
 
@@ -158,7 +158,7 @@ def count_parts(program) -> Parts:
         optimizer_bytes=bytes_on_a_device(state.opt_state),
         gradient_bytes=gradients(state.params) * (2 if config.gradient_accumulation > 1 else 1),
         batch_bytes=batch,
-        loss_bytes=2 * math.prod(logits.shard_shape(shape)) * 4,
+        loss_bytes=math.prod(logits.shard_shape(shape)) * 4,
         block_gradient_bytes=gradients(state.params["block"]),
         beside_bytes=batch * (1 + config.data.prefetch_batches),
     )

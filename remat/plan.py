@@ -23,7 +23,7 @@ def plan_segments(config: Config) -> tuple[Segment, ...]:
         check_names(config, save)
         return (Segment(0, layers, save),)
     segments = _read(plan)
-    check_names(config, tuple(name for segment in segments for name in segment.save or ()))
+    check_names(config, tuple(name for s in segments for name in (*(s.save or ()), *s.offload)))
     ends = [0, *(s.first_layer + s.num_layers for s in segments)]
     if [s.first_layer for s in segments] != ends[:-1] or ends[-1] != layers or any(s.num_layers < 1 for s in segments):
         spans = ", ".join(f"{s.first_layer} to {s.first_layer + s.num_layers - 1}" for s in segments)
@@ -37,10 +37,13 @@ def plan_segments(config: Config) -> tuple[Segment, ...]:
 def _read(path: str) -> tuple[Segment, ...]:
     try:
         stored = json.loads(pathlib.Path(path).read_text())["segments"]
-        if any(s.get("offload") for s in stored):
-            raise InputError(f"config.remat.plan={path} offloads tensors to the host, which this version does not do.")
         return tuple(
-            Segment(int(s["first_layer"]), int(s["num_layers"]), None if s["save"] is None else tuple(map(str, s["save"])))
+            Segment(
+                int(s["first_layer"]),
+                int(s["num_layers"]),
+                None if s["save"] is None else tuple(map(str, s["save"])),
+                tuple(map(str, s.get("offload", ()))),
+            )
             for s in stored
         )
     except OSError as error:

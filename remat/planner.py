@@ -14,17 +14,22 @@ import numpy as np
 from configs.schema import Config, InputError
 from device_kinds import DeviceKind, device_kind
 from model.stack import Segment
-from remat.graph import BlockGraph, Need, subsets, trace_block
+from remat.block import trace_block
+from remat.graph import BlockGraph, Need, subsets
 from remat.ledger import GIB, Limits, Parts, bytes_on_a_device, count_parts, find_limits
 from remat.measure import Compiler, Records
-from remat.memory_model import MemoryModel
+from remat.memory_model import MemoryModel, work_bytes
+from remat.offload import why_not as why_not_offload
+from remat.offload import with_offload
 from remat.solve import Mix, best_mix, pareto_front
 
 MAX_COMPILES = 4
+# A plan that fits and uses this share of the room is good enough: the next one would buy little for a compile.
+GOOD_USE = 0.98
 # The compiler unrolls a loop of one turn, and on TPU that took far more memory than a loop (docs/planning.md).
 MIN_SEGMENT = {"tpu": 2}
 # Where the device is in no table, as the CPU: only ratios matter, and these are those of a usual accelerator.
-NOMINAL = DeviceKind(200e12, 16 * GIB, 1e12, 200e9, 8e9)
+NOMINAL = DeviceKind(200e12, 16 * GIB, 1e12, 200e9, 8e9, 48e9)
 
 
 @dataclasses.dataclass
@@ -35,6 +40,7 @@ class Plan:
     parts: Parts
     limits: Limits
     saved_bytes: int = 0
+    offloaded_bytes: int = 0
     predicted_peak_bytes: int | None = None
     compiled_peak_bytes: int | None = None
     num_compiles: int = 0
@@ -44,6 +50,7 @@ class Plan:
     next_better: dict[str, float] | None = None
     front: list[Need] = dataclasses.field(default_factory=list)
     rejected: list[dict[str, str]] = dataclasses.field(default_factory=list)
+    no_offload: str = ""  # why nothing may wait on the host
     tried: list["Tried"] = dataclasses.field(default_factory=list)
     beside_step: dict[str, int] = dataclasses.field(default_factory=dict)  # peaks of what runs between steps
 
@@ -103,8 +110,9 @@ def decide_and_compile(make_program: Callable[..., Any], say: Callable[[str], No
 
 def _check_given(program, graph: BlockGraph, limits: Limits, compiler: Compiler) -> Plan:
     """The config's own plan, compiled and held against the budget."""
-    if program.segments[0].save is not None:
-        check_plan(graph, program.segments)
+    check_plan(graph, program.segments)
+    if any(s.offload for s in program.segments) and (why := why_not_offload(program.mesh, program.config.memory.offload)):
+        raise InputError(f"config.remat.plan={program.config.remat.plan} offloads tensors to the host, but {why}.")
     parts = count_parts(program)
     peak = compiler.peak(program)
     if peak + parts.beside_bytes > limits.budget:
@@ -114,12 +122,14 @@ def _check_given(program, graph: BlockGraph, limits: Limits, compiler: Compiler)
             "remat.plan='auto' finds what fits."
         )
     none = any(s.save is None for s in program.segments)
-    needs = [] if none else [(s.num_layers, graph.need(frozenset(s.save))) for s in program.segments]
+    needs = [] if none else [(s.num_layers, graph.need(frozenset((*s.save, *s.offload)))) for s in program.segments]
+    offloaded = sum(s.num_layers * sum(map(graph.bytes_of, s.offload)) for s in program.segments)
     return Plan(
         segments=program.segments,
         parts=parts,
         limits=limits,
-        saved_bytes=sum(n * need.saved_bytes for n, need in needs),
+        saved_bytes=sum(n * need.saved_bytes for n, need in needs) - offloaded,
+        offloaded_bytes=offloaded,
         compiled_peak_bytes=peak,
         num_compiles=compiler.num_compiles,
         model_flops=program.model_flops,
@@ -136,9 +146,9 @@ def _times(program) -> int:
 def _decide_auto(make_program, program, graph: BlockGraph, limits: Limits, compiler: Compiler, say) -> tuple[Plan, Any]:
     """Picks, compiles, corrects the model, and again, until the pick is the one that was compiled last."""
     config, layers = program.config, program.config.model.num_layers
-    front = pareto_front([graph.need(names) for names in subsets(graph.useful_names)])
+    front, no_offload = policies(program, graph)
     parts = count_parts(program)
-    model = MemoryModel(front, layers, parts, MIN_SEGMENT.get(limits.platform, 1))
+    model = MemoryModel(front, layers, parts, work_bytes(program, graph), MIN_SEGMENT.get(limits.platform, 1))
     room = limits.budget - parts.beside_bytes
     tried: dict[tuple[Segment, ...], Tried] = {}
     while len(tried) < MAX_COMPILES:
@@ -153,6 +163,8 @@ def _decide_auto(make_program, program, graph: BlockGraph, limits: Limits, compi
         peak = compiler.peak(make_program(segments))
         tried[segments] = Tried(mix, segments, round(predicted), peak)
         say(f"  compiled peak {peak / GIB:.3f} GiB, {'fits' if peak <= room else 'too much for'} {room / GIB:.3f} GiB")
+        if GOOD_USE * room <= peak <= room:
+            break
         model.offset += peak - predicted
     chosen = _choose(list(tried.values()), room)
     if chosen is None:
@@ -173,9 +185,23 @@ def _decide_auto(make_program, program, graph: BlockGraph, limits: Limits, compi
         next_better=_next_better(front, layers, model, room, mix),
         front=front,
         rejected=_rejected(graph, mix),
+        no_offload=no_offload,
+        offloaded_bytes=mix.offloaded_bytes,
         tried=list(tried.values()),
     )
     return plan, make_program(chosen.segments)
+
+
+def policies(program, graph: BlockGraph) -> tuple[list[Need], str]:
+    """The policies that no other beats, by bytes; and why none of them offloads, empty if some may."""
+    needs = [graph.need(names) for names in subsets(graph.useful_names)]
+    memory = program.config.memory
+    why = why_not_offload(program.mesh, memory.offload)
+    if not why:
+        kind = device_kind(program.mesh.devices.flat[0].device_kind) or NOMINAL
+        host_bytes = memory.host_limit_gib * GIB or 0.8 * kind.host_bytes  # the rest is for everything else there
+        needs += with_offload(graph, needs, kind, host_bytes / program.config.model.num_layers)
+    return pareto_front(needs), why
 
 
 def _choose(tried: list[Tried], room: float) -> Tried | None:
@@ -216,7 +242,8 @@ def describe(segments: tuple[Segment, ...]) -> str:
     """Segments in words."""
 
     def saved(segment):
-        return "everything" if segment.save is None else " ".join(segment.save) or "nothing but their input"
+        kept = "everything" if segment.save is None else " ".join(segment.save) or "nothing but their input"
+        return f"{kept}, and on the host {' '.join(segment.offload)}" if segment.offload else kept
 
     return "; ".join(f"layers {s.first_layer} to {s.first_layer + s.num_layers - 1} save {saved(s)}" for s in segments)
 
@@ -234,7 +261,8 @@ def _next_better(front: list[Need], layers: int, model: MemoryModel, budget: flo
 
 def _rejected(graph: BlockGraph, mix: Mix) -> list[dict[str, str]]:
     """Every name that no segment saves, and why."""
-    saved = mix.first.saved | mix.second.saved if mix.num_second else mix.first.saved
+    saved = mix.first.saved | mix.first.offloaded
+    saved |= mix.second.saved | mix.second.offloaded if mix.num_second else frozenset()
     useless = {n: graph.why_useless(n) for n in graph.names if n not in graph.useful_names}
     rest = "there is no room for it, or another tensor saves more time for its bytes"
     return [{"name": n, "reason": useless.get(n, rest)} for n in graph.names if n not in saved]
@@ -252,21 +280,23 @@ def _nothing_fits(config: Config, limits: Limits, least: int) -> str:
 
 
 def check_plan(graph: BlockGraph, segments: tuple[Segment, ...]) -> None:
-    """Raises InputError for a segment that saves a name in vain."""
+    """Raises InputError for a segment that saves or offloads a name in vain."""
     for segment in segments:
-        for name in segment.save or ():
+        named = (*(segment.save or ()), *segment.offload)
+        for name in named:
             if name not in graph.names:
                 raise InputError(
                     f"config.remat.plan saves {name!r}, which no tensor of the block is called. There are "
                     f"{', '.join(graph.names)}."
                 )
-            if name not in graph.useful_names:
+            if name not in graph.useful_names and not (name == graph.input_name and name in segment.offload):
                 raise InputError(
                     f"config.remat.plan saves {name!r} in vain: {graph.why_useless(name)}. Names that save something: "
                     f"{', '.join(graph.useful_names)}."
                 )
-        saved = frozenset(segment.save or ())
-        if vain := saved - graph.need(saved).saved:
+        if twice := [name for name in dict.fromkeys(named) if named.count(name) > 1]:
+            raise InputError(f"config.remat.plan names {twice[0]!r} twice in one segment. Save it or offload it, once.")
+        if vain := frozenset(named) - graph.need(frozenset(named)).saved:
             raise InputError(
                 f"config.remat.plan saves {', '.join(map(repr, sorted(vain)))} in vain: beside the other names nobody asks "
                 "for it any more. Leave it out."

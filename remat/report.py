@@ -32,7 +32,7 @@ def ledger(plan: Plan) -> list[dict[str, int]]:
             "gradient_bytes": parts.gradient_bytes,
             "batch_bytes": parts.batch_bytes,
             "saved_activation_bytes": plan.saved_bytes,
-            "offloaded_bytes": 0,
+            "offloaded_bytes": plan.offloaded_bytes,
             "workspace_bytes": peak - known,
             "predicted_peak_bytes": peak,
             "headroom_bytes": d.budget - parts.beside_bytes - peak,
@@ -45,7 +45,7 @@ def as_json(plan: Plan, program, topology: str) -> dict:
     """The object of plan.json; bytes are per device."""
     mesh, names = program.mesh, [r["name"] for r in plan.rejected]
     device = mesh.devices.flat[0]
-    every = dict.fromkeys([*(n for s in plan.segments for n in s.save or ()), *names])
+    every = dict.fromkeys([*(n for s in plan.segments for n in (*(s.save or ()), *s.offload)), *names])
     return {
         "topology": topology,
         "device_kind": device.device_kind,
@@ -61,8 +61,8 @@ def as_json(plan: Plan, program, topology: str) -> dict:
                 "first_layer": s.first_layer,
                 "num_layers": s.num_layers,
                 "save": None if s.save is None else list(s.save),
-                "offload": [],
-                "recompute": [] if s.save is None else [n for n in every if n not in s.save],
+                "offload": list(s.offload),
+                "recompute": [] if s.save is None else [n for n in every if n not in (*s.save, *s.offload)],
             }
             for s in plan.segments
         ],
@@ -128,6 +128,7 @@ def table(plan: Plan, program, topology: str) -> str:
         layers.add_column(column, overflow="fold")
     for s in found["segments"]:
         saved = "everything (no nn.checkpoint)" if s["save"] is None else " ".join(s["save"]) or "nothing but its input"
+        saved += f"; on the host {' '.join(s['offload'])}" if s["offload"] else ""
         layers.add_row(f"{s['first_layer']} to {s['first_layer'] + s['num_layers'] - 1}", saved, " ".join(s["recompute"]))
     console.print(layers)
     console.print(_ledger_table(rows))
@@ -167,6 +168,7 @@ def _ledger_table(rows: list[dict[str, int]]) -> Table:
         "grads": "gradient_bytes",
         "batch": "batch_bytes",
         "saved": "saved_activation_bytes",
+        "on host": "offloaded_bytes",
         "work": "workspace_bytes",
         "peak": "predicted_peak_bytes",
         "left": "headroom_bytes",

@@ -38,6 +38,11 @@ class Mix:
         return (self.num_layers - self.num_second) * self.first.saved_bytes + self.num_second * self.second.saved_bytes
 
     @property
+    def offloaded_bytes(self) -> int:
+        first, second = self.first.offloaded_bytes, self.second.offloaded_bytes
+        return (self.num_layers - self.num_second) * first + self.num_second * second
+
+    @property
     def num_segments(self) -> int:
         return 2 if 0 < self.num_second < self.num_layers else 1
 
@@ -45,14 +50,18 @@ class Mix:
         """As the model takes them; the names of each in this order."""
         split = self.num_layers - self.num_second
         parts = [(0, split, self.first), (split, self.num_second, self.second)]
-        return tuple(Segment(at, n, tuple(name for name in order if name in p.saved)) for at, n, p in parts if n)
+
+        def named(names):
+            return tuple(name for name in order if name in names)
+
+        return tuple(Segment(at, n, named(p.saved), named(p.offloaded)) for at, n, p in parts if n)
 
 
 def pareto_front(needs: Sequence[Need]) -> list[Need]:
-    """Those that no other beats: less or equal in saved bytes, transient bytes and seconds, and less in one."""
+    """Those that no other beats: less or equal in bytes on the device and in seconds, and less in one; by bytes."""
     front: list[Need] = []
-    for need in sorted(needs, key=lambda n: (n.saved_bytes, n.seconds, n.transient_bytes, len(n.saved), sorted(n.saved))):
-        if not any(f.seconds <= need.seconds and f.transient_bytes <= need.transient_bytes for f in front):
+    for need in sorted(needs, key=lambda n: (n.saved_bytes, n.seconds, len(n.saved), sorted(n.saved))):
+        if not front or need.seconds < front[-1].seconds:
             front.append(need)
     return front
 

@@ -10,7 +10,8 @@ from configs.schema import InputError
 from model import layers
 from model.stack import Segment
 from program import Program
-from remat.graph import subsets, trace_block
+from remat.block import trace_block
+from remat.graph import subsets
 from remat.planner import NOMINAL, check_plan
 from remat.trace import matmul_flops
 from tests import tiny
