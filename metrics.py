@@ -75,9 +75,13 @@ class Reporter:
     """A context manager that turns the metrics of steps into rows, TensorBoard events and a live progress line.
 
     On a terminal the progress is a bar; elsewhere it is a line every `log_every_steps`.
+
+    Args:
+      expected_peaks: between which bytes the peak of a device's memory should come to be; where the devices report
+        theirs, a warning is given if it is more than 5% off.
     """
 
-    def __init__(self, workdir: pathlib.Path, first_step: int, program):
+    def __init__(self, workdir: pathlib.Path, first_step: int, program, expected_peaks: tuple[int, int] | None = None):
         config, devices = program.config, program.mesh.devices.flat
         self._file = MetricsFile(workdir, first_step)
         self._events = None
@@ -87,6 +91,7 @@ class Reporter:
         self._steps, self._every, self._model_flops = config.steps, config.log_every_steps, program.model_flops
         kind = device_kind(devices[0].device_kind)
         self._peak_flops = kind.peak_flops * program.mesh.size if kind else None
+        self._expected_peaks, self._first_step = expected_peaks, first_step
         self._local = [d for d in devices if d.process_index == jax.process_index()]
         columns = (
             TextColumn("training"),
@@ -127,6 +132,7 @@ class Reporter:
         if self._peak_flops:
             row["mfu"] = self._model_flops / seconds / self._peak_flops
         row |= memory_in_use(self._local)
+        self._compare_peak(row)
         self._write(row, "train")
         text = f"loss {row['loss']:.3f}  {row['tokens_per_second']:,.0f} tokens/s"
         text += f"  MFU {row['mfu']:.1%}" if "mfu" in row else ""
@@ -135,6 +141,20 @@ class Reporter:
         self._bar.update(self._task, completed=step, text=text)
         if not console.is_terminal and (step % self._every == 0 or step == self._steps):
             say(f"step {step:>{len(str(self._steps))}}/{self._steps}  {text}  learning rate {row['learning_rate']:.2e}")
+
+    def _compare_peak(self, row: dict) -> None:
+        """Puts the expected peak beside the one that a device reports, and warns once if they part."""
+        if self._expected_peaks is None or "device_peak_bytes_in_use" not in row:
+            return
+        (low, high), peak = self._expected_peaks, row["device_peak_bytes_in_use"]
+        row["expected_peak_bytes"] = low
+        if row["step"] > self._first_step + 1 and not 0.95 * low <= peak <= 1.05 * high:
+            self._expected_peaks = None
+            say(
+                f"WARNING: the fullest device has had {peak / 2**30:.3f} GiB in use, where the plan expects "
+                f"{low / 2**30:.3f}{f' to {high / 2**30:.3f}' if high > low else ''} GiB. Is something else on the devices? "
+                "If not, please plan with a larger config.memory.reserve_gib."
+            )
 
     def evaluation(self, step: int, results: dict[str, float]) -> None:
         """Records an evaluation after `step` steps."""

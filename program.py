@@ -28,6 +28,9 @@ from remat.trace import model_flops
 
 Batch = dict[str, Any]
 
+# XLA must not recompute by itself what a plan saves: what is compiled here is what the plan says, or it is refused.
+jax.config.update("jax_compiler_enable_remat_pass", False)
+
 
 @flax.struct.dataclass
 class State:

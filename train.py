@@ -78,7 +78,7 @@ def train(config: Config, mesh: Mesh, workdir: pathlib.Path) -> None:
             prefetch=config.data.prefetch_batches,
         )
         profiler = Profiler(workdir / "profile", config.profile.steps)
-        with contextlib.closing(batches), metrics.Reporter(workdir, first, program) as report, profiler:
+        with contextlib.closing(batches), metrics.Reporter(workdir, first, program, plan.expected_peaks) as report, profiler:
             pending = None
             for step in range(first + 1, config.steps + 1):
                 batch = report.next_batch(batches)

@@ -60,6 +60,12 @@ class Plan:
         peak = self.compiled_peak_bytes
         return peak is not None and peak + self.parts.beside_bytes <= self.limits.budget
 
+    @property
+    def expected_peaks(self) -> tuple[int, int]:
+        """Between which bytes a device's peak of the whole run should be."""
+        step = (self.compiled_peak_bytes or 0) + self.parts.beside_bytes
+        return max(step, self.beside_step.get("initialisation", 0)), max(step, *self.beside_step.values(), 0)
+
 
 @dataclasses.dataclass(frozen=True)
 class Tried:
