@@ -14,7 +14,7 @@ from remat.report import picture, table, write
 
 def plan(config: Config, mesh: Mesh, workdir: pathlib.Path, topology: str = "") -> None:
     """Plans for the devices of the mesh; prints a table, writes WORKDIR/plan.json and plan.png. Trains nothing."""
-    metrics.say("tracing a block, then compiling the train step: seconds for a small model, minutes for a large one")
+    metrics.say("tracing a block, then compiling the train step: seconds on a CPU, a minute or two each for accelerators")
     decided, program, compiler = decide(functools.partial(Program, config, mesh), metrics.say)
     metrics.say(table(decided, program, topology))
     write(decided, program, lambda: compiler.compiled(program), topology, workdir)

@@ -125,12 +125,12 @@ class Program:
 
     # Steps
 
-    def sums(self, params, batch: Batch, key: jax.Array | None, deterministic: bool) -> dict[str, jax.Array]:
-        """Sums of the parts of the loss over the valid tokens of a batch [B, L]."""
-        variables = {"params": params}
+    def sums(self, params, batch: Batch, key: jax.Array | None, deterministic: bool, model=None) -> dict[str, jax.Array]:
+        """Sums of the parts of the loss over the valid tokens of a batch [B, L]. `model`: instead of the program's own."""
+        variables, model = {"params": params}, model or self.model
         inputs = batch["inputs"], batch["positions"], batch["segment_ids"]
-        x_BLD: Any = self.model.apply(variables, *inputs, deterministic, key)
-        logits: Any = functools.partial(self.model.apply, variables, method="logits")
+        x_BLD: Any = model.apply(variables, *inputs, deterministic, key)
+        logits: Any = functools.partial(model.apply, variables, method="logits")
         return cross_entropy_sums(logits, x_BLD, batch["targets"], batch["weights"], self.config.loss.chunk_length)
 
     @functools.cached_property
@@ -188,8 +188,9 @@ class Program:
 
     @functools.cached_property
     def evaluation_step(self) -> Any:
-        """The compiled function `(params, batch [B, L]) -> sums` of `sums`."""
-        step = jax.jit(functools.partial(self.sums, key=None, deterministic=True))
+        """The compiled function `(params, batch [B, L]) -> sums` of `sums`; without a backward pass, one for all plans."""
+        plain = self.model.clone(segments=(Segment(0, self.config.model.num_layers),))
+        step = jax.jit(functools.partial(self.sums, key=None, deterministic=True, model=plain))
         with self.on_mesh():
             return step.lower(self.abstract_state.params, self.abstract_evaluation_batch()).compile()
 

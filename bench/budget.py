@@ -52,8 +52,8 @@ def groups() -> dict[str, Group]:
     small = dataclasses.replace(small, global_batch_size=128, mesh=Mesh(data=2, fsdp=2))
     return {
         "750m-v5e": Group(decoder_750m.get_config(), "v5e:2x4", 4),
-        "125m-v6e": Group(small, "v6e:2x2", 4),
-        "750m-v5p": Group(dataclasses.replace(decoder_750m.get_config(), mesh=Mesh(fsdp=4, tensor=2)), "v5p:2x2x2", 4),
+        "125m-v6e": Group(small, "v6e:2x2", 3),
+        "750m-v5p": Group(dataclasses.replace(decoder_750m.get_config(), mesh=Mesh(fsdp=4, tensor=2)), "v5p:2x2x2", 3),
         "750m-h100": Group(decoder_750m.get_config(), "h100:8", 7),
         "8b-h100": Group(decoder_8b.get_config(), "h100:8x8", 7),
     }

@@ -100,6 +100,7 @@ def decide(
         plan, program = _decide_auto(make_program, program, graph, limits, compiler, say)
     else:
         plan = _check_given(program, graph, limits, compiler)
+    say("initialisation and evaluation are held against the budget, too")
     plan.beside_step = check_beside_step(program, plan.parts, limits, compiler)
     return plan, program, compiler
 
@@ -166,9 +167,11 @@ def _decide_auto(make_program, program, graph: BlockGraph, limits: Limits, compi
             break
         predicted = float(model([front.index(mix.first)], [front.index(mix.second)], np.array([mix.num_second]))[0])
         say(f"compile {len(tried) + 1} of at most {MAX_COMPILES}: {describe(segments)}; predicted {predicted / GIB:.3f} GiB")
+        compiles = compiler.num_compiles
         peak = compiler.peak(make_program(segments))
         tried[segments] = Tried(mix, segments, round(predicted), peak)
-        say(f"  compiled peak {peak / GIB:.3f} GiB, {'fits' if peak <= room else 'too much for'} {room / GIB:.3f} GiB")
+        record = "" if compiler.num_compiles > compiles else " (on record, not compiled again)"
+        say(f"  compiled peak {peak / GIB:.3f} GiB{record}, {'fits' if peak <= room else 'too much for'} {room / GIB:.3f} GiB")
         if GOOD_USE * room <= peak <= room:
             break
         model.offset += peak - predicted

@@ -152,6 +152,15 @@ def table(plan: Plan, program, topology: str) -> str:
             f"{plan.next_better['extra_bytes'] / GIB:.0f} GiB more on every device would save "
             f"{plan.next_better['modelled_seconds_saved'] * 1e3:.3g} ms a step (modelled)."
         )
+    between = ", ".join(f"{what} {peak / GIB:.3f}" for what, peak in plan.beside_step.items())
+    lines_after.append(f"Peaks beside the step, in GiB: {between} (of a restore the state alone, the others compiled).")
+    if plan.no_offload:
+        lines_after.append(f"Nothing waits on the host: {plan.no_offload}.")
+    for poorer, richer in same_memory(plan.tried):
+        lines_after.append(
+            f"NOT accepted, for it compiles to the same memory to the byte as a plan that saves less: "
+            f"{describe(richer.segments)} (like {describe(poorer.segments)})."
+        )
     lines_after += [f"  {r['name']} is not saved: {r['reason']}" for r in plan.rejected]
     return "\n".join([*lines, out.getvalue().rstrip(), *lines_after])
 

@@ -42,11 +42,6 @@ MUTATIONS = [
         STACK + "test_layers_never_share_a_mask_and_the_recompute_has_that_of_the_forward_pass",
     ),
     Mutation(
-        "a segment reads the parameters of the first layers",
-        "model/stack.py", "p[first:last]", "p[: last - first]",
-        STACK + "test_plans_give_the_gradients_of_full_recompute_to_the_bit",
-    ),
-    Mutation(
         "one layer is not guarded against merging recompute and forward pass",
         "model/stack.py", "prevent_cse=segment.num_layers == 1", "prevent_cse=False",
         STACK + "test_one_layer_is_guarded_against_merging_recompute_and_forward_pass",
@@ -302,6 +297,72 @@ MUTATIONS = [
         "what a compile showed corrects nothing",
         "remat/planner.py", "model.offset += peak - predicted", "model.offset += 0",
         "tests/remat/test_planner.py::test_a_wrong_model_is_corrected_by_what_was_compiled",
+    ),
+    Mutation(
+        "a segment reads the layers of the first one",
+        "model/stack.py", "else lambda slots: _read_layer(stack, layer, slots)",
+        "else lambda slots: _read_layer(stack, layer * 0, slots)",
+        "tests/model/test_stack.py::test_plans_give_the_gradients_of_full_recompute_to_the_bit",
+    ),
+    Mutation(
+        "the gradients of two segments are joined the wrong way round",
+        "model/stack.py", "jnp.concatenate(parts)", "jnp.concatenate(parts[::-1])",
+        "tests/model/test_stack.py::test_plans_give_the_gradients_of_full_recompute_to_the_bit",
+    ),
+    Mutation(
+        "offloaded names are recomputed",
+        "model/stack.py", "names_which_can_be_offloaded=segment.offload", "names_which_can_be_offloaded=()",
+        "tests/remat/test_offload.py::test_what_is_offloaded_is_in_the_program",
+    ),
+    Mutation(
+        "waiting for the host costs nothing",
+        "remat/offload.py", "waits = np.maximum(copy - graph.forward_seconds, 0)", "waits = 0 * copy",
+        "tests/remat/test_offload.py::test_policies_with_offloading_are_the_best_there_are",
+    ),
+    Mutation(
+        "gradients are not checked before anything is offloaded",
+        "remat/offload.py", "    return check_gradients()\n", '    return ""\n',
+        "tests/remat/test_offload.py::test_absent_devices_are_asked_to_be_trusted",
+    ),
+    Mutation(
+        "a second segment is free of the first one's tensors",
+        "remat/memory_model.py", "k * a + n * (b + g) + self._work", "n * (b + g) + self._work",
+        "tests/remat/test_memory_model.py::test_two_policies_peak_where_either_segment_is_entered",
+    ),
+    Mutation(
+        "a record of another model's step is taken",
+        "remat/measure.py", "        digest.update(path.read_bytes())\n", "        pass\n",
+        "tests/remat/test_measure.py::test_the_fingerprint_is_of_all_that_decides_what_is_compiled",
+    ),
+    Mutation(
+        "compiler flags are no part of a record",
+        "remat/measure.py", '        "flags": compiler_flags(),\n', "",
+        "tests/remat/test_measure.py::test_the_fingerprint_is_of_all_that_decides_what_is_compiled",
+    ),
+    Mutation(
+        "a record is believed when training starts",
+        "remat/planner.py", "if compiler.peak(program) != plan.compiled_peak_bytes:", "if False:",
+        "tests/remat/test_measure.py::test_a_record_that_lies_is_found_out_before_training",
+    ),
+    Mutation(
+        "a plan that saves more for the same memory is accepted",
+        "remat/planner.py", "if t.segments not in vain", "if True",
+        "tests/remat/test_planner.py::test_of_two_plans_with_the_same_memory_the_one_that_promises_more_is_not_accepted",
+    ),
+    Mutation(
+        "evaluation may take what it likes",
+        "remat/planner.py", "        if peak > limits.budget:", "        if False:",
+        "tests/remat/test_planner.py::test_an_evaluation_that_does_not_fit_is_refused",
+    ),
+    Mutation(
+        "a run that takes more memory than planned says nothing",
+        "metrics.py", "not 0.95 * low <= peak <= 1.05 * high", "False",
+        "tests/test_metrics.py::test_a_peak_that_is_not_the_plans_is_told_once",
+    ),
+    Mutation(
+        "the turns of a loop are not multiplied out",
+        "bench/hlo_flops.py", "times[called] += times[name] * turns", "times[called] += times[name]",
+        "tests/bench/test_hlo_flops.py::test_loops_are_multiplied_out",
     ),
     Mutation(
         "a misspelt activation name is accepted",

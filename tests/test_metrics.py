@@ -140,6 +140,16 @@ def test_memory_is_that_of_the_fullest_device_where_devices_tell():
     assert metrics.memory_in_use([device(None), types.SimpleNamespace(memory_stats=absent)]) == {}
 
 
+@pytest.mark.parametrize("peak, told", [(100, False), (104, False), (111, True), (94, True)])
+def test_a_peak_that_is_not_the_plans_is_told_once(tmp_path, capsys, monkeypatch, peak, told):
+    monkeypatch.setattr(metrics, "memory_in_use", lambda devices: {"device_peak_bytes_in_use": peak})
+    with metrics.Reporter(tmp_path, 0, tiny.program(), (100, 105)) as report:
+        for step in (1, 2, 3):
+            report.step(step, VALUES)
+    assert capsys.readouterr().out.count("WARNING: the fullest device has had") == told
+    assert all(row["expected_peak_bytes"] == 100 for row in _rows(tmp_path)[:2])
+
+
 @pytest.mark.parametrize(
     "name, peak",
     [("TPU v4", 275e12), ("TPU v5 lite", 197e12), ("TPU v5", 459e12), ("TPU v5p", 459e12), ("TPU v6 lite", 918e12),

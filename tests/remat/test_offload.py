@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import re
 import types
 
 import jax
@@ -107,6 +108,15 @@ def test_offloading_changes_no_gradient(layers, segment):
 
     same = jax.tree.map(lambda a, b: bool((a == b).all()), gradient(Segment(0, 2)), gradient(segment))
     assert all(jax.tree.leaves(same))
+
+
+def test_what_is_offloaded_is_in_the_program():
+    """The CPU's compiler drops the moves; in what JAX hands to it they are there, both ways."""
+    program = Program(tiny.config(), tiny.program().mesh, (Segment(0, 3, ("q",), ("up",)),))
+    with program.on_mesh():
+        text = str(jax.make_jaxpr(program.train_step)(program.abstract_state, program.abstract_batch()))
+    on_host = set(re.findall(r"<host>\[([\d,]+)\]", text))
+    assert on_host == {"8,16,64", "3,8,16,64"}  # `up` of one layer and of all
 
 
 @pytest.mark.parametrize(

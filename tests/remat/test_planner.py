@@ -1,5 +1,6 @@
 """The plan fits the tightest device, uses what it has, and is the program that runs."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -10,14 +11,16 @@ import numpy as np
 import pytest
 
 import planning
-from configs.schema import InputError
+from configs.schema import Evaluation, InputError
 from parallel.mesh import make_mesh
 from program import Program
 from remat import ledger, planner, topologies
+from remat.graph import Need
 from remat.ledger import GIB, find_limits, parse_limits
 from remat.measure import Compiler, out_of_memory_bytes, peak_bytes
 from remat.planner import decide
 from remat.report import as_json, table
+from remat.solve import Mix
 from remat.topologies import absent_devices
 from tests import tiny
 
@@ -96,6 +99,38 @@ def test_nothing_fits(ends):
 def test_a_given_plan_that_does_not_fit_is_refused(ends):
     with pytest.raises(InputError, match="config.remat.plan=full needs .* remat.plan='auto' finds what fits"):
         _decide("full", limit_gib=0.5 * ends[0] / GIB)
+
+
+def test_of_two_plans_with_the_same_memory_the_one_that_promises_more_is_not_accepted():
+    def tried(saved, seconds, peak):
+        need = Need(frozenset(saved), len(saved), 0.0, seconds)
+        mix = Mix(need, need, 0, 4)
+        return planner.Tried(mix, mix.segments(saved), 0, peak)
+
+    poor, rich, richest = tried("q", 3.0, 70), tried("qk", 2.0, 70), tried("qkv", 1.0, 71)
+    assert planner.same_memory([poor, rich, richest]) == [(poor, rich)]
+    assert planner._choose([poor, rich], 80) == poor
+    assert planner._choose([poor, rich, richest], 80) == richest
+    assert planner._choose([poor, rich, richest], 70.5) == poor
+    assert planner._choose([poor, rich, richest], 60) is None
+
+
+def test_an_evaluation_that_does_not_fit_is_refused(ends):
+    config = dataclasses.replace(_config(limit_gib=ends[1] / GIB), evaluation=Evaluation(batch_size=4096))
+    told = "The train step fits, but evaluation needs .* GiB are missing. What would help: config.evaluation.batch_size"
+    with pytest.raises(InputError, match=told):
+        decide(functools.partial(Program, config, _mesh()), compiler=Compiler("cpu"))
+
+
+def test_what_runs_beside_the_step_is_compiled_and_counted():
+    plan, program, _ = _decide("auto")
+    state = plan.parts.params_bytes + plan.parts.optimizer_bytes
+    assert plan.beside_step["restore"] == state <= plan.beside_step["initialisation"]
+    evaluation = peak_bytes(program.evaluation_step, "cpu")
+    waiting = 3 * ledger.bytes_on_a_device(program.abstract_evaluation_batch()) + plan.parts.beside_bytes
+    assert plan.beside_step["evaluation"] == evaluation + plan.parts.optimizer_bytes + waiting
+    low, high = plan.expected_peaks
+    assert low == max(_total(plan), plan.beside_step["initialisation"]) <= high
 
 
 # Limits and ledger
