@@ -5,6 +5,7 @@ import pathlib
 
 from configs.schema import Config, InputError
 from model.stack import Segment
+from remat.graph import BlockGraph
 from remat.trace import check_names
 
 
@@ -52,3 +53,27 @@ def _read(path: str) -> tuple[Segment, ...]:
         raise InputError(
             f"config.remat.plan={path} is no plan ({type(error).__name__}: {error}). --mode=plan writes one, WORKDIR/plan.json."
         ) from error
+
+
+def check_plan(graph: BlockGraph, segments: tuple[Segment, ...]) -> None:
+    """Raises InputError for a segment that saves or offloads a name in vain."""
+    for segment in segments:
+        named = (*(segment.save or ()), *segment.offload)
+        for name in named:
+            if name not in graph.names:
+                raise InputError(
+                    f"config.remat.plan saves {name!r}, which no tensor of the block is called. There are "
+                    f"{', '.join(graph.names)}."
+                )
+            if name not in graph.useful_names and not (name == graph.input_name and name in segment.offload):
+                raise InputError(
+                    f"config.remat.plan saves {name!r} in vain: {graph.why_useless(name)}. Names that save something: "
+                    f"{', '.join(graph.useful_names)}."
+                )
+        if twice := [name for name in dict.fromkeys(named) if named.count(name) > 1]:
+            raise InputError(f"config.remat.plan names {twice[0]!r} twice in one segment. Save it or offload it, once.")
+        if vain := frozenset(named) - graph.need(frozenset(named)).saved:
+            raise InputError(
+                f"config.remat.plan saves {', '.join(map(repr, sorted(vain)))} in vain: beside the other names nobody asks "
+                "for it any more. Leave it out."
+            )

@@ -21,6 +21,7 @@ from remat.measure import Compiler, Records
 from remat.memory_model import MemoryModel, work_bytes
 from remat.offload import why_not as why_not_offload
 from remat.offload import with_offload
+from remat.plan import check_plan
 from remat.solve import Mix, best_mix, pareto_front
 
 MAX_COMPILES = 4
@@ -286,27 +287,3 @@ def _nothing_fits(config: Config, limits: Limits, least: int) -> str:
         f"{config.global_batch_size}) or context_length (now {config.context_length}), more devices on config.mesh.fsdp or "
         "tensor, optimizer.name='adafactor'."
     )
-
-
-def check_plan(graph: BlockGraph, segments: tuple[Segment, ...]) -> None:
-    """Raises InputError for a segment that saves or offloads a name in vain."""
-    for segment in segments:
-        named = (*(segment.save or ()), *segment.offload)
-        for name in named:
-            if name not in graph.names:
-                raise InputError(
-                    f"config.remat.plan saves {name!r}, which no tensor of the block is called. There are "
-                    f"{', '.join(graph.names)}."
-                )
-            if name not in graph.useful_names and not (name == graph.input_name and name in segment.offload):
-                raise InputError(
-                    f"config.remat.plan saves {name!r} in vain: {graph.why_useless(name)}. Names that save something: "
-                    f"{', '.join(graph.useful_names)}."
-                )
-        if twice := [name for name in dict.fromkeys(named) if named.count(name) > 1]:
-            raise InputError(f"config.remat.plan names {twice[0]!r} twice in one segment. Save it or offload it, once.")
-        if vain := frozenset(named) - graph.need(frozenset(named)).saved:
-            raise InputError(
-                f"config.remat.plan saves {', '.join(map(repr, sorted(vain)))} in vain: beside the other names nobody asks "
-                "for it any more. Leave it out."
-            )

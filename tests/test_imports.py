@@ -86,5 +86,5 @@ def test_training_needs_no_heavy_package():
 def test_the_core_can_be_read_in_one_sitting():
     lines = {p: len(p.read_text().splitlines()) for p in FILES}
     core = ("main", "train", "program", "model", "parallel")
-    assert sum(n for p, n in lines.items() if _name(p) in core or p.name == "schema.py") <= 1300
+    assert sum(n for p, n in lines.items() if _name(p) in core or p.name == "schema.py") <= 1400
     assert {str(p): n for p, n in lines.items() if n > 300} == {}

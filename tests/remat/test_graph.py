@@ -12,7 +12,8 @@ from model.stack import Segment
 from program import Program
 from remat.block import trace_block
 from remat.graph import subsets
-from remat.planner import NOMINAL, check_plan
+from remat.plan import check_plan
+from remat.planner import NOMINAL
 from remat.trace import matmul_flops
 from tests import tiny
 

@@ -16,7 +16,8 @@ from remat import offload
 from remat.block import trace_block
 from remat.graph import subsets
 from remat.measure import Compiler
-from remat.planner import NOMINAL, check_plan, decide, policies
+from remat.plan import check_plan
+from remat.planner import NOMINAL, decide, policies
 from tests import tiny
 
 
