@@ -4,7 +4,8 @@
 
 Compiles real train steps for devices that are not here (extras tpu and cuda12). For each group (config, topology) the
 limits stand on an even grid between what full recompute and what saving every useful name need. Each compiled step is
-kept in the workdir: a run that was stopped goes on. Written at the end: results.json, tables.md and pictures.
+kept in the workdir: a run that was stopped goes on (after a change of the model, remove the workdir). Written for each
+group: GROUP.json, of which `bench/budget_report.py` makes the page.
 """
 
 import argparse

@@ -9,6 +9,24 @@ import pathlib
 import statistics
 
 GIB = 2**30
+INTRO = """# Is the budget met, and what is it worth?
+
+Made by `python bench/budget.py` and `python bench/budget_report.py --out=docs`: nothing here was typed in by hand.
+
+Real train steps were compiled for devices that are not here. In each group (a model on a topology) the limits stand on an
+even grid between what full recompute and what saving every useful name need; no cell is left out. Peaks are the
+compiler's, with the batches that wait beside the step. **Recompute** is counted in the compiled program's text, loops
+multiplied out: matrix products beyond those of the program that saves every name, and runs of attention's forward kernel
+beyond one a layer. The presets are MaxText's, as lists of this block's names: a fixed choice for all layers, and the best
+one that fits is what somebody who tried them all would have. **Nothing was timed.**
+
+![Recompute against memory](budget.png)
+
+In the tables: `used` is the share of the limit; `error` that of the peak which was predicted for the plan before it was
+compiled, once from the formula alone, once with one compile of another plan of the same config; `less` is the share that
+the plan recomputes less than the best preset.
+
+"""
 
 
 def read(workdir: pathlib.Path) -> dict[str, dict]:
@@ -105,12 +123,12 @@ def _best_so_far(points: list[tuple[float, float]]) -> list[tuple[float, float]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workdir", default="runs/budget", type=pathlib.Path)
-    parser.add_argument("--out", type=pathlib.Path, help="folder of tables.md and budget.png; by default the workdir")
+    parser.add_argument("--out", type=pathlib.Path, help="folder of budget.md and budget.png; by default the workdir")
     args = parser.parse_args()
     out, groups = args.out or args.workdir, read(args.workdir)
     lines = [f"- {'holds' if good else 'FAILS'}: {what}: {figure}" for what, (good, figure) in verdicts(groups).items()]
     print("\n".join(lines))
-    (out / "tables.md").write_text("\n".join(lines) + "\n\n" + tables(groups))
+    (out / "budget.md").write_text(INTRO + "\n".join(lines) + "\n\n" + tables(groups))
     picture(groups, out / "budget.png")
     raise SystemExit(0 if all(good for good, _ in verdicts(groups).values()) else 1)
 
