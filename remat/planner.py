@@ -50,6 +50,7 @@ class Plan:
     recompute_seconds: float = 0.0
     next_better: dict[str, float] | None = None
     front: list[Need] = dataclasses.field(default_factory=list)
+    useful_names: list[str] = dataclasses.field(default_factory=list)  # those whose tensors can be computed again
     rejected: list[dict[str, str]] = dataclasses.field(default_factory=list)
     no_offload: str = ""  # why nothing may wait on the host
     tried: list["Tried"] = dataclasses.field(default_factory=list)
@@ -102,6 +103,7 @@ def decide(
     else:
         plan = _check_given(program, graph, limits, compiler)
     say("initialisation and evaluation are held against the budget, too")
+    plan.useful_names = graph.useful_names
     plan.beside_step = check_beside_step(program, plan.parts, limits, compiler)
     return plan, program, compiler
 

@@ -43,9 +43,8 @@ def ledger(plan: Plan) -> list[dict[str, int]]:
 
 def as_json(plan: Plan, program, topology: str) -> dict:
     """The object of plan.json; bytes are per device."""
-    mesh, names = program.mesh, [r["name"] for r in plan.rejected]
+    mesh, names = program.mesh, plan.useful_names
     device = mesh.devices.flat[0]
-    every = dict.fromkeys([*(n for s in plan.segments for n in (*(s.save or ()), *s.offload)), *names])
     return {
         "topology": topology,
         "device_kind": device.device_kind,
@@ -62,7 +61,7 @@ def as_json(plan: Plan, program, topology: str) -> dict:
                 "num_layers": s.num_layers,
                 "save": None if s.save is None else list(s.save),
                 "offload": list(s.offload),
-                "recompute": [] if s.save is None else [n for n in every if n not in (*s.save, *s.offload)],
+                "recompute": [] if s.save is None else [n for n in names if n not in (*s.save, *s.offload)],
             }
             for s in plan.segments
         ],
@@ -210,7 +209,7 @@ def picture(plan: Plan, program, topology: str, path: pathlib.Path) -> None:
         left.bar(labels, sizes, bottom=bottom, label=part.replace("_", " "), width=0.7)
         bottom = [b + s for b, s in zip(bottom, sizes, strict=True)]
     for i, r in enumerate(shown):
-        binding = r["id"] == plan.limits.binding.id
+        binding = r["limit_bytes"] - r["reserved_bytes"] == min(q["limit_bytes"] - q["reserved_bytes"] for q in rows)
         left.hlines(r["limit_bytes"] / GIB, i - 0.42, i + 0.42, colors="red" if binding else "black", linewidth=2)
     note = "" if len(rows) == len(shown) else f" (the 16 tightest of {len(rows)})"
     left.set(xlabel=f"device{note}", ylabel="GiB", title="Memory of each device; line: limit, red: the tightest")
