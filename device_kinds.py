@@ -44,6 +44,9 @@ _KINDS = {
     r"NVIDIA L4$": DeviceKind(121e12, 24e9, 0.3e12, 25e9, 25e9, 48e9),
 }
 
+# Where the device is in no table, as the CPU: only ratios matter, and these are those of a usual accelerator.
+NOMINAL = DeviceKind(200e12, 16 * GIB, 1e12, 200e9, 8e9, 48e9)
+
 
 def device_kind(name: str) -> DeviceKind | None:
     """By `device.device_kind`; None for one that is not in the table, as the CPU."""

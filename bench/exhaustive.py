@@ -19,6 +19,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import jax
 
 from configs.schema import Config, Memory, Mesh, Model
+from device_kinds import NOMINAL
 from model.stack import Segment
 from parallel.mesh import make_mesh
 from program import Program
@@ -26,7 +27,7 @@ from remat.block import trace_block
 from remat.graph import subsets
 from remat.ledger import GIB, count_parts
 from remat.measure import Compiler
-from remat.planner import NOMINAL, decide, describe
+from remat.planner import decide, describe
 
 MODEL = Model(
     num_layers=4, embed_dim=64, mlp_dim=256, num_heads=4, num_kv_heads=2, head_dim=16, activation="gelu", vocab_size=64

@@ -12,25 +12,23 @@ from typing import Any
 import numpy as np
 
 from configs.schema import Config, InputError
-from device_kinds import DeviceKind, device_kind
+from device_kinds import NOMINAL, device_kind
 from model.stack import Segment
 from remat.block import trace_block
-from remat.graph import BlockGraph, Need, subsets
+from remat.graph import BlockGraph, Need
 from remat.ledger import GIB, Limits, Parts, bytes_on_a_device, count_parts, find_limits
 from remat.measure import Compiler, Records
 from remat.memory_model import MemoryModel, work_bytes
 from remat.offload import why_not as why_not_offload
-from remat.offload import with_offload
 from remat.plan import check_plan
-from remat.solve import Mix, best_mix, pareto_front
+from remat.policies import MAX_NAMES, policies, searched_names
+from remat.solve import Mix, best_mix
 
 MAX_COMPILES = 4
 # A plan that fits and uses this share of the room is good enough: the next one would buy little for a compile.
 GOOD_USE = 0.98
 # The compiler unrolls a loop of one turn, and on TPU that took far more memory than a loop (docs/planning.md).
 MIN_SEGMENT = {"tpu": 2}
-# Where the device is in no table, as the CPU: only ratios matter, and these are those of a usual accelerator.
-NOMINAL = DeviceKind(200e12, 16 * GIB, 1e12, 200e9, 8e9, 48e9)
 
 
 @dataclasses.dataclass
@@ -204,18 +202,6 @@ def _decide_auto(make_program, program, graph: BlockGraph, limits: Limits, compi
     return plan, make_program(chosen.segments)
 
 
-def policies(program, graph: BlockGraph) -> tuple[list[Need], str]:
-    """The policies that no other beats, by bytes; and why none of them offloads, empty if some may."""
-    needs = [graph.need(names) for names in subsets(graph.useful_names)]
-    memory = program.config.memory
-    why = why_not_offload(program.mesh, memory.offload)
-    if not why:
-        kind = device_kind(program.mesh.devices.flat[0].device_kind) or NOMINAL
-        host_bytes = memory.host_limit_gib * GIB or 0.8 * kind.host_bytes  # the rest is for everything else there
-        needs += with_offload(graph, needs, kind, host_bytes / program.config.model.num_layers)
-    return pareto_front(needs), why
-
-
 def _choose(tried: list[Tried], room: float) -> Tried | None:
     """Of those that fit the one with the least recompute; at equal memory the one that promises less, see `same_memory`."""
     fitting = [t for t in tried if t.compiled_bytes <= room]
@@ -276,6 +262,10 @@ def _rejected(graph: BlockGraph, mix: Mix) -> list[dict[str, str]]:
     saved = mix.first.saved | mix.first.offloaded
     saved |= mix.second.saved | mix.second.offloaded if mix.num_second else frozenset()
     useless = {n: graph.why_useless(n) for n in graph.names if n not in graph.useful_names}
+    useless |= dict.fromkeys(
+        set(graph.useful_names) - set(searched_names(graph)),
+        f"a block has more names than can be searched, and {MAX_NAMES} others save more time for their bytes",
+    )
     rest = "there is no room for it, or another tensor saves more time for its bytes"
     return [{"name": n, "reason": useless.get(n, rest)} for n in graph.names if n not in saved]
 

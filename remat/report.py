@@ -10,10 +10,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from device_kinds import device_kind
+from device_kinds import NOMINAL, device_kind
 from remat.ledger import GIB
 from remat.measure import compiler_flags, fingerprint, versions
-from remat.planner import NOMINAL, Plan, describe, same_memory
+from remat.planner import Plan, describe, same_memory
 
 
 def ledger(plan: Plan) -> list[dict[str, int]]:

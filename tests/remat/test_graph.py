@@ -7,13 +7,14 @@ import pytest
 from jax.interpreters import partial_eval
 
 from configs.schema import InputError
+from device_kinds import NOMINAL
 from model import layers
 from model.stack import Segment
 from program import Program
 from remat.block import trace_block
 from remat.graph import subsets
 from remat.plan import check_plan
-from remat.planner import NOMINAL
+from remat.policies import searched_names
 from remat.trace import matmul_flops
 from tests import tiny
 
@@ -77,6 +78,15 @@ def test_names_that_save_nothing_are_told_apart_with_the_reason(graph):
     assert graph.useful_names == NAMES
     assert graph.why_useless("mlp_out") == "the backward pass does not need it"
     assert graph.why_useless("block_input").startswith("the layer's input is kept anyway")
+
+
+def test_of_too_many_names_those_that_save_the_most_for_their_bytes_are_searched(graph):
+    assert searched_names(graph) == NAMES
+    few = searched_names(graph, 3)
+    assert len(few) == 3 and few == [n for n in NAMES if n in few]
+    nothing = graph.need(frozenset()).seconds
+    worth = {n: (nothing - graph.need(frozenset([n])).seconds) / graph.bytes_of(n) for n in NAMES}
+    assert min(worth[n] for n in few) >= max(worth[n] for n in NAMES if n not in few)
 
 
 def test_a_set_is_never_costlier_than_a_smaller_one(graph):

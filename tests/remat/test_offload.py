@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from configs.schema import InputError
+from device_kinds import NOMINAL
 from model.stack import Segment
 from program import Program
 from remat import offload
@@ -17,7 +18,8 @@ from remat.block import trace_block
 from remat.graph import subsets
 from remat.measure import Compiler
 from remat.plan import check_plan
-from remat.planner import NOMINAL, decide, policies
+from remat.planner import decide
+from remat.policies import policies
 from tests import tiny
 
 
