@@ -1,6 +1,6 @@
 # make PYTHON=/path/to/python3 ... takes a certain interpreter; make train ARGS='--config.steps=500' adds flags.
 export PYTHON
-.PHONY: help setup train test test-cuda mutate lint format bench clean
+.PHONY: help setup train test test-cuda mutate lint format bench bench-budget clean
 
 help: ## what there is to do
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -32,6 +32,13 @@ format: setup ## let ruff mend what it can
 
 bench: setup ## measure that compile time does not grow with depth
 	.venv/bin/python bench/compile_time.py
+
+bench-budget: setup ## compile plans and fixed settings for TPUs and GPUs that are not here (hours, 4 GB), and write the page
+	.venv/bin/python -m pip install -q '.[cuda12,tpu]'
+	.venv/bin/python bench/plan_search.py
+	.venv/bin/python bench/exhaustive.py
+	.venv/bin/python bench/budget.py
+	.venv/bin/python bench/budget_report.py --out=docs
 
 clean: ## remove .venv and caches; runs/ stays
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache *.egg-info build

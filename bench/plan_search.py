@@ -35,7 +35,7 @@ def name_more() -> None:
     norm, rotate, silu = layers.RMSNorm.__call__, layers.rotate, layers.nn.silu
     turned = iter(["q_rotated", "k_rotated"] * 100)
     axes = "batch", "length", "heads", "head_dim"
-    layers.RMSNorm.__call__ = lambda self, x: layers.saveable(norm(self, x), str(self.name), "batch", "length", "embed")
+    layers.RMSNorm.__call__ = lambda self, x: layers.saveable(norm(self, x), str(self.name), "batch", "length", "embed")  # type: ignore[method-assign]
     layers.rotate = lambda x, *args: layers.saveable(rotate(x, *args), next(turned), *axes)
     layers.nn.silu = lambda x: layers.saveable(silu(x), "activated", "batch", "length", "mlp")
 

@@ -134,10 +134,9 @@ def table(plan: Plan, program, topology: str) -> str:
     recompute = plan.recompute_flops / plan.model_flops if plan.model_flops else 0.0
     seconds = found["modelled_step_seconds"]
     lines_after = [
-        f"Recompute: {plan.recompute_flops / 1e12:.3g} TFLOP a step over all devices, {recompute:.1%} of the model's "
-        f"{plan.model_flops / 1e12:.3g}.",
-        f"Modelled time of a step: {seconds * 1e3:.3g} ms, of which recompute {plan.recompute_seconds * 1e3:.3g} ms. "
-        "Nothing was timed.",
+        f"Recompute: {_flops(plan.recompute_flops)} a step over all devices, {recompute:.1%} of the model's "
+        f"{_flops(plan.model_flops)}.",
+        f"Modelled time of a step: {_time(seconds)}, of which recompute {_time(plan.recompute_seconds)}. Nothing was timed.",
         f"Compiles of the train step: {plan.num_compiles}."
         + (
             f" Peak predicted before the chosen plan was compiled: {plan.predicted_peak_bytes / GIB:.3f} GiB, compiled: "
@@ -149,7 +148,7 @@ def table(plan: Plan, program, topology: str) -> str:
     if plan.next_better:
         lines_after.append(
             f"{plan.next_better['extra_bytes'] / GIB:.0f} GiB more on every device would save "
-            f"{plan.next_better['modelled_seconds_saved'] * 1e3:.3g} ms a step (modelled)."
+            f"{_time(plan.next_better['modelled_seconds_saved'])} a step (modelled)."
         )
     between = ", ".join(f"{what} {peak / GIB:.3f}" for what, peak in plan.beside_step.items())
     lines_after.append(f"Peaks beside the step, in GiB: {between} (of a restore the state alone, the others compiled).")
@@ -164,32 +163,42 @@ def table(plan: Plan, program, topology: str) -> str:
     return "\n".join([*lines, out.getvalue().rstrip(), *lines_after])
 
 
+def _time(seconds: float) -> str:
+    unit, name = next(((u, n) for u, n in ((1, "s"), (1e-3, "ms")) if seconds >= u), (1e-6, "us"))
+    return f"{seconds / unit:.3g} {name}"
+
+
+def _flops(flops: float) -> str:
+    unit, name = next(((u, n) for u, n in ((1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP")) if flops >= u), (1e9, "GFLOP"))
+    return f"{flops / unit:.3g} {name}"
+
+
 def _ledger_table(rows: list[dict[str, int]]) -> Table:
     """Devices with the same figures share a line."""
-    result = Table(title="Memory of each device, in GiB", title_justify="left", box=box.SIMPLE_HEAD)
+    result = Table(title="Memory of each device, in GiB", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     columns = {
         "device": "",
         "limit": "limit_bytes",
-        "kept free": "reserved_bytes",
+        "kept": "reserved_bytes",
         "params": "params_bytes",
         "optim": "optimizer_bytes",
         "grads": "gradient_bytes",
         "batch": "batch_bytes",
         "saved": "saved_activation_bytes",
-        "on host": "offloaded_bytes",
+        "host": "offloaded_bytes",
         "work": "workspace_bytes",
         "peak": "predicted_peak_bytes",
         "left": "headroom_bytes",
     }
     for name in columns:
-        result.add_column(name, justify="right")
+        result.add_column(name, justify="right", no_wrap=True)
     groups: dict[tuple, list[int]] = {}
     for row in rows:
         groups.setdefault(tuple(row[c] for c in list(columns.values())[1:]), []).append(row["id"])
     for figures, ids in groups.items():
         consecutive = ids == list(range(ids[0], ids[-1] + 1)) and len(ids) > 1
         label = f"{ids[0]}-{ids[-1]}" if consecutive else ",".join(map(str, ids[:4])) + ("…" if len(ids) > 4 else "")
-        result.add_row(label, *(f"{f / GIB:.3f}" for f in figures))
+        result.add_row(label, *(f"{f / GIB:.3f}" if f < 100 * GIB else f"{f / GIB:.1f}" for f in figures))
     return result
 
 

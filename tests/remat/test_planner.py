@@ -297,6 +297,21 @@ def test_a_plan_for_devices_that_are_not_here(tmp_path, capsys):
     assert "compile 1 of at most 4" in out and "limits from the table of device kinds" in out
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("topology, kind", [("h100:4x8", "H100"), ("h200:8", "H200"), ("a100-80:8", "A100-SXM4-80GB")])
+def test_a_plan_for_gpus_that_are_not_here(tmp_path, topology, kind):
+    pytest.importorskip("jax_plugins.xla_cuda12")
+    config = tiny.config(
+        context_length=256, global_batch_size=32, mesh={"data": -1, "fsdp": 8, "tensor": 1}, remat={"plan": "auto"},
+        model={"head_dim": 64, "compute_dtype": "bfloat16", "attention_kernel": "auto"},
+    )  # fmt: skip
+    with tiny.no_compile_cache():
+        planning.plan(config, make_mesh(config, absent_devices(topology)), tmp_path, topology)
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["verified"] and kind in found["device_kind"] and found["topology"] == topology
+    assert found["num_devices"] == len(found["devices"]) and found["num_compiles"] == 1
+
+
 @pytest.mark.parametrize("name", ["v5e", "v5e:8", "v3:2x2", "h100", "h100:2x2x2", "tpu"])
 def test_a_name_that_is_no_topology_is_refused(name):
     with pytest.raises(InputError, match="is not a topology; it must be a TPU kind and its chips"):
