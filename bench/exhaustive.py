@@ -38,8 +38,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limits", type=int, default=9)
     num_limits = parser.parse_args().limits
-    jax.config.update("jax_num_cpu_devices", 2)
-    config = Config(global_batch_size=16, context_length=128, model=MODEL, mesh=Mesh(fsdp=2))
+    jax.config.update("jax_num_cpu_devices", 1)
+    config = Config(global_batch_size=16, context_length=128, model=MODEL, mesh=Mesh())
     mesh = make_mesh(config)
     program, compiler = Program(config, mesh), Compiler("cpu")
     graph, beside = trace_block(program, NOMINAL), count_parts(program).beside_bytes
@@ -50,9 +50,10 @@ def main() -> None:
             segment = Segment(0, MODEL.num_layers, tuple(n for n in graph.names if n in names))
             total = compiler.peak(Program(config, mesh, (segment,))) + beside
             found.append((total, need.seconds * MODEL.num_layers, segment))
-            print(f"\rpolicy {number} of {2 ** len(graph.useful_names)}", end="", flush=True)
+            if number % 8 == 0:
+                print(f"policy {number} of {2 ** len(graph.useful_names)}", flush=True)
     low, high = min(f[0] for f in found), max(f[0] for f in found)
-    print(f"\n{len(found)} policies of {', '.join(graph.useful_names)}: from {low / 2**20:.3f} to {high / 2**20:.3f} MiB")
+    print(f"{len(found)} policies of {', '.join(graph.useful_names)}: from {low / 2**20:.3f} to {high / 2**20:.3f} MiB")
     worst = 0.0
     for i in range(num_limits):
         limit = low + (high - low) * i / (num_limits - 1)
