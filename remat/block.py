@@ -7,6 +7,9 @@ from model.layers import Block
 from parallel.sharding import sharding
 from remat.graph import BlockGraph
 
+# A TPU keeps a tensor in tiles of 128 numbers along its last dimension: heads of 64 take twice their bytes.
+LANES = {"tpu": 128}
+
 
 def trace_block(program, kind: DeviceKind) -> BlockGraph:
     """The graph of one block of a program, as a microbatch meets it on the program's mesh. Allocates nothing."""
@@ -42,4 +45,5 @@ def trace_block(program, kind: DeviceKind) -> BlockGraph:
     of_x = padded(spec(sharding(program.mesh, rules, "batch", "length", "embed")), 3)
     of_ids = padded(spec(sharding(program.mesh, rules, "batch", "length")), 2)
     specs = [*of_params, of_x, (), *([()] if key is not None else []), of_ids, of_ids]
-    return BlockGraph(jaxpr, specs, len(of_params), sizes, kind)
+    lanes = LANES.get(program.mesh.devices.flat[0].platform, 1)
+    return BlockGraph(jaxpr, specs, len(of_params), sizes, kind, lanes)

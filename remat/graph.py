@@ -56,10 +56,11 @@ class BlockGraph:
       specs: of each input how the mesh splits it.
       carry: the position of the input that comes from the layer before.
       axis_sizes: devices on each mesh axis.
+      lanes: numbers that a named tensor's last dimension is filled up to a multiple of, in memory. On TPU 128.
     """
 
-    def __init__(self, jaxpr, specs: list[Spec], carry: int, axis_sizes: dict[str, int], kind: DeviceKind):
-        self._axis_sizes, self._kind = axis_sizes, kind
+    def __init__(self, jaxpr, specs: list[Spec], carry: int, axis_sizes: dict[str, int], kind: DeviceKind, lanes: int = 1):
+        self._axis_sizes, self._kind, self._lanes = axis_sizes, kind, lanes
         self._equations: list[_Equation] = []
         self._producer: dict[int, int] = {}  # of a value: its equation
         self._bytes: list[int] = []  # of a value
@@ -112,6 +113,8 @@ class BlockGraph:
             spec = ((),) * var.aval.ndim if local else propagate(equation, var, specs)
             env[var] = self._value(var.aval, spec, local)
             self._producer[env[var]] = len(self._equations)
+            if name:
+                self._fill_lanes(env[var], var.aval.shape, () if local else spec)
         if primitive == "dot_general":
             self._charge_for_product(node, equation, specs, env, local)
         elif primitive == "pallas_call" or "dot_product_attention" in primitive:
@@ -121,6 +124,10 @@ class BlockGraph:
             node.flops = float(matmul_flops(equation.params["jaxpr"].jaxpr) * equation.params["length"])
         self._reads += [(i, primitive) for i in inputs]
         self._equations.append(node)
+
+    def _fill_lanes(self, value: int, shape: tuple[int, ...], spec: Spec) -> None:
+        last = -(-shape[-1] // math.prod(self._axis_sizes[axis] for axis in (spec[-1] if spec else ())))
+        self._bytes[value] = self._bytes[value] * (-(-last // self._lanes) * self._lanes) // last
 
     def _charge_for_product(self, node: _Equation, equation, specs: list[Spec], env: dict, local: bool) -> None:
         (left, right), _ = equation.params["dimension_numbers"]

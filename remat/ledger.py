@@ -63,6 +63,17 @@ def parse_limits(text: str) -> dict[int, float]:
     return limits
 
 
+def ranges(ids: list[int]) -> str:
+    """Device ids for people: "0-3, 2048-2051"."""
+    found: list[list[int]] = []
+    for i in sorted(ids):
+        if found and i == found[-1][1] + 1:
+            found[-1][1] = i
+        else:
+            found.append([i, i])
+    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in found)
+
+
 def find_limits(config: Config, devices: list) -> Limits:
     """Each device's limit: the config's, else what the device reports, else the table's, else the host's memory shared out.
 
@@ -73,7 +84,7 @@ def find_limits(config: Config, devices: list) -> Limits:
     if unknown:
         raise InputError(
             f"config.memory.limits_gib is {config.memory.limits_gib!r}, but the mesh has no device {unknown[0]}; it has "
-            f"{min(d.id for d in devices)} to {max(d.id for d in devices)}."
+            f"{ranges([d.id for d in devices])}."
         )
     found, sources = [], set()
     for device in sorted(devices, key=lambda d: d.id):

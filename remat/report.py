@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from device_kinds import NOMINAL, device_kind
-from remat.ledger import GIB
+from remat.ledger import GIB, ranges
 from remat.measure import compiler_flags, fingerprint, versions
 from remat.planner import Plan, describe, same_memory
 
@@ -196,8 +196,8 @@ def _ledger_table(rows: list[dict[str, int]]) -> Table:
     for row in rows:
         groups.setdefault(tuple(row[c] for c in list(columns.values())[1:]), []).append(row["id"])
     for figures, ids in groups.items():
-        consecutive = ids == list(range(ids[0], ids[-1] + 1)) and len(ids) > 1
-        label = f"{ids[0]}-{ids[-1]}" if consecutive else ",".join(map(str, ids[:4])) + ("…" if len(ids) > 4 else "")
+        label = ranges(ids).replace(" ", "")
+        label = label if len(label) <= 12 else f"{label[:11]}…"
         result.add_row(label, *(f"{f / GIB:.3f}" if f < 100 * GIB else f"{f / GIB:.1f}" for f in figures))
     return result
 

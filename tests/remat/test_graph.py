@@ -11,6 +11,7 @@ from device_kinds import NOMINAL
 from model import layers
 from model.stack import Segment
 from program import Program
+from remat import block
 from remat.block import trace_block
 from remat.graph import subsets
 from remat.plan import check_plan
@@ -103,6 +104,14 @@ def test_a_tensor_that_is_named_in_the_block_is_found_without_another_line(monke
     found = trace_block(tiny.program(), NOMINAL)
     assert "activation" in found.useful_names
     assert found.bytes_of("activation") == 4 * BYTES["gate"]
+
+
+def test_on_a_tpu_the_last_dimension_is_filled_up(graph, monkeypatch):
+    monkeypatch.setattr(block, "LANES", {"cpu": 16})
+    filled = trace_block(tiny.program(), NOMINAL)
+    assert filled.bytes_of("q") == 2 * graph.bytes_of("q")  # heads of 8
+    assert filled.bytes_of("attention_out") == graph.bytes_of("attention_out")  # 32 wide
+    assert filled.bytes_of("up") == graph.bytes_of("up")  # 64, 32 on each of two devices
 
 
 def test_a_tensor_that_loses_its_name_can_no_longer_be_planned(monkeypatch):

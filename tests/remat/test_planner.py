@@ -211,8 +211,12 @@ def test_bad_limits_are_refused(text, told):
 
 
 def test_a_limit_for_a_device_that_is_not_there_is_refused():
-    with pytest.raises(InputError, match="the mesh has no device 9; it has 0 to 7"):
+    with pytest.raises(InputError, match="the mesh has no device 9; it has 0-7"):
         find_limits(tiny.config(memory={"limits_gib": "9:4"}), jax.devices())
+
+
+def test_device_ids_are_told_in_ranges():
+    assert ledger.ranges([2049, 0, 1, 2, 2048, 7]) == "0-2, 7, 2048-2049" and ledger.ranges([4]) == "4"
 
 
 def test_the_need_is_read_off_the_message_that_refuses_a_program():
