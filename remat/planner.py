@@ -179,7 +179,7 @@ def _decide_auto(make_program, program, graph: BlockGraph, limits: Limits, compi
     chosen = _choose(list(tried.values()), room)
     if chosen is None:
         least = min(t.compiled_bytes for t in tried.values())
-        raise InputError(_nothing_fits(config, limits, parts.beside_bytes + least))
+        raise InputError(_nothing_fits(config, limits, parts.beside_bytes + least, no_offload))
     mix = chosen.mix
     plan = Plan(
         segments=chosen.segments,
@@ -225,15 +225,25 @@ def check_beside_step(program, parts: Parts, limits: Limits, compiler: Compiler)
     evaluation = compiler.peak(program, "evaluation_step") + parts.optimizer_bytes
     evaluation += prefetch * bytes_on_a_device(program.abstract_evaluation_batch()) + parts.beside_bytes
     peaks = {"initialisation": compiler.peak(program, "init_program"), "restore": state, "evaluation": evaluation}
+    if program.config.sample.length:
+        peaks["sampling"] = state + sampling_bytes(program.config)
+    helps = {"evaluation": "config.evaluation.batch_size", "sampling": "config.sample.count"}
     for what, peak in peaks.items():
         if peak > limits.budget:
-            help_ = "config.evaluation.batch_size" if what == "evaluation" else "more devices on config.mesh.fsdp or tensor"
+            help_ = f"a smaller {helps[what]}" if what in helps else "more devices on config.mesh.fsdp or tensor"
             raise InputError(
                 f"The train step fits, but {what} needs {peak / GIB:.2f} GiB on each device, and device "
                 f"{limits.binding.id} has {limits.budget / GIB:.2f} GiB for it: {(peak - limits.budget) / GIB:.2f} GiB are "
                 f"missing. What would help: {help_}."
             )
     return peaks
+
+
+def sampling_bytes(config: Config) -> int:
+    """A bound for sampling beside the state, modelled: one layer's tensors and scores, and the logits, whole on a device."""
+    m, length = config.model, config.context_length
+    layer = length * (4 * m.embed_dim + 3 * m.mlp_dim) + 2 * m.num_heads * length**2
+    return 4 * config.sample.count * (layer + 4 * m.vocab_size)
 
 
 def describe(segments: tuple[Segment, ...]) -> str:
@@ -270,12 +280,13 @@ def _rejected(graph: BlockGraph, mix: Mix) -> list[dict[str, str]]:
     return [{"name": n, "reason": useless.get(n, rest)} for n in graph.names if n not in saved]
 
 
-def _nothing_fits(config: Config, limits: Limits, least: int) -> str:
+def _nothing_fits(config: Config, limits: Limits, least: int, no_offload: str) -> str:
     missing = least - limits.budget
     return (
         f"No plan fits: with everything recomputed the train step needs {least / GIB:.2f} GiB on each device, and device "
         f"{limits.binding.id} has {limits.budget / GIB:.2f} GiB for it: {missing / GIB:.2f} GiB are missing. What would help: "
         f"config.gradient_accumulation (now {config.gradient_accumulation}), a smaller global_batch_size (now "
         f"{config.global_batch_size}) or context_length (now {config.context_length}), more devices on config.mesh.fsdp or "
-        "tensor, optimizer.name='adafactor'."
+        "tensor, optimizer.name='adafactor'"
+        + (f". Nothing may wait on the host, which could help, too: {no_offload}." if no_offload else ".")
     )

@@ -117,7 +117,7 @@ def test_of_two_plans_with_the_same_memory_the_one_that_promises_more_is_not_acc
 
 def test_an_evaluation_that_does_not_fit_is_refused(ends):
     config = dataclasses.replace(_config(limit_gib=ends[1] / GIB), evaluation=Evaluation(batch_size=4096))
-    told = "The train step fits, but evaluation needs .* GiB are missing. What would help: config.evaluation.batch_size"
+    told = "The train step fits, but evaluation needs .* GiB are missing. What would help: a smaller config.evaluation.batch_size"
     with pytest.raises(InputError, match=told):
         decide(functools.partial(Program, config, _mesh()), compiler=Compiler("cpu"))
 
@@ -129,8 +129,22 @@ def test_what_runs_beside_the_step_is_compiled_and_counted():
     evaluation = peak_bytes(program.evaluation_step, "cpu")
     waiting = 3 * ledger.bytes_on_a_device(program.abstract_evaluation_batch()) + plan.parts.beside_bytes
     assert plan.beside_step["evaluation"] == evaluation + plan.parts.optimizer_bytes + waiting
+    assert "sampling" not in plan.beside_step
     low, high = plan.expected_peaks
     assert low == max(_total(plan), plan.beside_step["initialisation"]) <= high
+
+
+def test_sampling_beside_the_state_is_bounded(tmp_path):
+    """The formula is above what the compiled sampler takes, and counts only where a run samples."""
+    config = tiny.config(**LARGER, sample={"length": 8, "count": 3})
+    program = Program(config, _mesh())
+    sampler = jax.jit(lambda params, tokens: program.model.apply({"params": params}, tokens, tokens, tokens, True))
+    tokens = jax.ShapeDtypeStruct((3, config.context_length), "int32")
+    with program.on_mesh():
+        compiled = sampler.lower(program.abstract_state.params, tokens).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < planner.sampling_bytes(config)
+    peaks = planner.check_beside_step(program, ledger.count_parts(program), find_limits(config, jax.devices()), Compiler("cpu"))
+    assert peaks["sampling"] == peaks["restore"] + planner.sampling_bytes(config)
 
 
 # Limits and ledger
