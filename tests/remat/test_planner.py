@@ -117,7 +117,7 @@ def test_of_two_plans_with_the_same_memory_the_one_that_promises_more_is_not_acc
 
 def test_an_evaluation_that_does_not_fit_is_refused(ends):
     config = dataclasses.replace(_config(limit_gib=ends[1] / GIB), evaluation=Evaluation(batch_size=4096))
-    told = "The train step fits, but evaluation needs .* GiB are missing. What would help: a smaller config.evaluation.batch_size"
+    told = "but evaluation needs .* GiB are missing. What would help: a smaller config.evaluation.batch_size"
     with pytest.raises(InputError, match=told):
         decide(functools.partial(Program, config, _mesh()), compiler=Compiler("cpu"))
 
