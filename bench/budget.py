@@ -26,7 +26,7 @@ import numpy as np
 
 from bench.hlo_flops import kernel_calls, matmul_flops
 from configs import decoder_8b, decoder_125m, decoder_750m
-from configs.schema import Config, Mesh
+from configs.schema import Config, Mesh, Model
 from device_kinds import device_kind
 from model.stack import Segment
 from parallel.mesh import make_mesh
@@ -38,6 +38,8 @@ from remat.memory_model import MemoryModel, work_bytes
 from remat.planner import Plan, Tried, decide, describe
 from remat.solve import Mix
 from remat.topologies import absent_devices
+
+MODEL_250M = Model(num_layers=16, embed_dim=1024, mlp_dim=2816, num_heads=8, num_kv_heads=4, head_dim=128, vocab_size=32_000)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +56,9 @@ def groups() -> dict[str, Group]:
     return {
         "750m-v5e": Group(decoder_750m.get_config(), "v5e:2x4", 4),
         "125m-v6e": Group(small, "v6e:2x2", 3),
-        "750m-v5p": Group(dataclasses.replace(decoder_750m.get_config(), mesh=Mesh(fsdp=4, tensor=2)), "v5p:2x2x2", 3),
+        "250m-v5p": Group(
+            Config(global_batch_size=16, context_length=2048, model=MODEL_250M, mesh=Mesh(tensor=2)), "v5p:2x2x1", 3
+        ),
         "750m-h100": Group(decoder_750m.get_config(), "h100:8", 7),
         "8b-h100": Group(decoder_8b.get_config(), "h100:8x8", 7),
     }
