@@ -117,7 +117,7 @@ def fingerprint(program, what: str = "train_step") -> str:
         "devices": [str(d) for d in program.mesh.devices.flat],
         "versions": versions(),
         "flags": compiler_flags(),
-        "x64": jax.config.jax_enable_x64,
+        "x64": str(jax.numpy.result_type(float)),
     }
     digest = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode())
     for path in sorted(p for pattern in _SOURCES for p in ROOT.glob(pattern)):
