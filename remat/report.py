@@ -151,7 +151,7 @@ def table(plan: Plan, program, topology: str) -> str:
             f"{_time(plan.next_better['modelled_seconds_saved'])} a step (modelled)."
         )
     between = ", ".join(f"{what} {peak / GIB:.3f}" for what, peak in plan.beside_step.items())
-    lines_after.append(f"Peaks beside the step, in GiB: {between} (restore and sampling by formula, the others compiled).")
+    lines_after.append(f"Peaks beside the step, in GiB: {between} (restore, sampling: by formula).")
     if plan.no_offload:
         lines_after.append(f"Nothing waits on the host: {plan.no_offload}.")
     for poorer, richer in same_memory(plan.tried):

@@ -140,6 +140,8 @@ PARAMETERS = {
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_published_shapes_have_their_number_of_parameters(name):
     config = importlib.import_module(f"configs.{name}").get_config()
+    config.mesh = Mesh()  # on the devices that there are; those of the 405B config are a pod
+    config.global_batch_size = 8
     state = Program(config, make_mesh(config)).abstract_state
     assert sum(math.prod(p.shape) for p in jax.tree.leaves(state.params)) == PARAMETERS[name]
 

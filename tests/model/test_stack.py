@@ -246,4 +246,5 @@ def test_the_compiled_program_does_not_grow_with_depth():
 
 
 def test_segments_can_be_compared_and_stored():
-    assert dataclasses.asdict(Segment(0, 2, ("q",))) == {"first_layer": 0, "num_layers": 2, "save": ("q",)}
+    stored = {"first_layer": 0, "num_layers": 2, "save": ("q",), "offload": ()}
+    assert dataclasses.asdict(Segment(0, 2, ("q",))) == stored
