@@ -58,6 +58,11 @@ def _read(path: str) -> tuple[Segment, ...]:
 def check_plan(graph: BlockGraph, segments: tuple[Segment, ...]) -> None:
     """Raises InputError for a segment that saves or offloads a name in vain."""
     for segment in segments:
+        if segment.save is None and segment.offload:
+            raise InputError(
+                f"config.remat.plan offloads {', '.join(segment.offload)} in a segment whose save is null, which keeps "
+                "everything on the device without nn.checkpoint. Give it a list to save, or nothing to offload."
+            )
         named = (*(segment.save or ()), *segment.offload)
         for name in named:
             if name not in graph.names:
