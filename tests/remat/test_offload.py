@@ -124,7 +124,8 @@ def test_what_is_offloaded_is_in_the_program():
 
 @pytest.mark.parametrize(
     "save, moved, told",
-    [(None, ("up",), "in a segment whose save is null"), ((), ("mlp_gaet",), "which no tensor of the block is called"), (("q",), ("q",), "names 'q' twice"),
+    [(None, ("up",), "in a segment whose save is null"),
+     ((), ("mlp_gaet",), "which no tensor of the block is called"), (("q",), ("q",), "names 'q' twice"),
      (("block_input",), (), "'block_input' in vain"), ((), ("mlp_out",), "'mlp_out' in vain")],
 )  # fmt: skip
 def test_names_that_cannot_be_offloaded_are_refused(graph, save, moved, told):
